@@ -32,8 +32,9 @@ from ray.scripts.scripts import main
 main()
 """
 
-WRONG_INTERFACE = """
+WRONG_INTERFACE_THEN_TRAIN = """
 import sys
+from hybridengine.cli.main import main
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.errors import WorkerError
 pool = ResourcePool([1, 1], env={"GLOO_SOCKET_IFNAME": "lo"}, start_timeout_s=20)
@@ -41,6 +42,7 @@ try:
     pool.start()
 except WorkerError as error:
     print(f"\\nFOUND {error}")
+sys.exit(main(["train", sys.argv[1]]))
 """
 
 
@@ -59,10 +61,9 @@ def start_ray_nodes(hosts: list[Host], variables: dict[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Seen:
-    """Output of the commands on the first host, and the run's folder."""
+    """Output of the program on the first host, and the run's folder."""
 
     run: subprocess.CompletedProcess
-    wrong_interface: subprocess.CompletedProcess
     folder: Path
 
 
@@ -79,10 +80,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory, warm_ray: dict[str, str]) -> 
     (folder / "run.yaml").write_text(yaml.safe_dump(SECTIONS | changes))
     with joined_hosts(("first", "second"), ADDRESSES, folder) as hosts:
         start_ray_nodes(hosts, ray)
-        train = [sys.executable, "-m", "hybridengine.cli.main", "train", folder / "run.yaml"]
-        run = hosts[0].run(*train, limit_s=300, env=ray)
-        wrong = hosts[0].run(sys.executable, "-c", WRONG_INTERFACE, env=ray | {"RAY_ADDRESS": CLUSTER})
-    return Seen(run, wrong, folder / "runs" / "run")
+        program = [sys.executable, "-c", WRONG_INTERFACE_THEN_TRAIN, folder / "run.yaml"]
+        run = hosts[0].run(*program, limit_s=300, env=ray | {"RAY_ADDRESS": CLUSTER})
+    return Seen(run, folder / "runs" / "run")
 
 
 def test_a_run_over_two_hosts_trains(seen: Seen) -> None:
@@ -96,7 +96,7 @@ def test_a_run_over_two_hosts_trains(seen: Seen) -> None:
 
 def test_ranks_that_do_not_meet_say_where_they_are_in_one_line(seen: Seen) -> None:
     """The interface that the environment names is used, even if it is the wrong one."""
-    said = seen.wrong_interface.stdout
+    said = seen.run.stdout
     assert "Traceback" not in said, said
     assert re.search(
         r"^FOUND rank (0 on host first|1 on host second) \(Ray's node 10\.77\.0\.[12], GLOO_SOCKET_IFNAME='lo', "
