@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from soak_faults import KINDS, PATIENCE_S, Fault, RunProcess, faults_of
 
+from hybridengine.cli.options import between
 from hybridengine.report.step_rows import Row, latest_rows
 from hybridengine.report.timeline import TIMELINE_FILE, read_timeline
 
@@ -190,8 +191,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=300, help="of both runs (default 300)")
-    parser.add_argument("--every", type=int, default=20, help="steps between faults, about (default 20)")
+    parser.add_argument("--steps", type=between(1, 10**6), default=300, help="of both runs (default 300)")
+    parser.add_argument(
+        "--every", type=between(1, 10**6), default=20, help="steps between faults, about (default 20)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the faults (default 0)")
     parser.add_argument("--config", default="configs/arithmetic.yaml", help="of the main job")
     parser.add_argument(

@@ -60,7 +60,8 @@ def read_role_of(folder: Path, shape: ModelShape, dtype: str) -> dict[str, Any]:
         problems.append(f"dtype is {role.get('dtype')}, not {dtype}")
     if problems:
         raise CheckpointError(
-            f"{folder} is the checkpoint of another model: {'; '.join(problems)}; use this model's checkpoint"
+            f"{folder} is the checkpoint of another model: {'; '.join(problems)}; use this model's checkpoint,"
+            " in the type of model.dtype"
         )
     return role
 

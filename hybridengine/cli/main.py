@@ -11,7 +11,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hybridengine import __version__
 from hybridengine.cli import (
@@ -31,6 +31,8 @@ from hybridengine.cli.options import Parser
 from hybridengine.errors import CheckpointError, ConfigError, HybridEngineError, OutputError
 from hybridengine.redaction import without_secrets
 
+TERMINATED = 128 + signal.SIGTERM
+"""Exit status of a command that SIGTERM has ended."""
 GROUPS = {
     "reshard": "plan or measure the switch between training and generation",
     "bench": "measure a whole step beside TRL, and what handing rows over costs",
@@ -59,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     with contextlib.suppress(ValueError):  # only the main thread may handle signals
         # SystemExit, so that temporary folders are removed and child processes end.
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     with contextlib.suppress(FileNotFoundError):  # the working directory has been removed
         if (here := os.getcwd()) not in sys.path:  # for the user's algorithms and rewards
             sys.path.append(here)
@@ -95,14 +97,21 @@ def _run(options: argparse.Namespace) -> int:
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # Rich raises this
             return 141
-        if end.code == 128 + signal.SIGTERM:
+        if any(isinstance(one, SystemExit) and one.code == TERMINATED for one in _chain(end)):
             print("hybridengine: SIGTERM; what has been written so far is kept", file=sys.stderr)
-            raise
+            sys.exit(TERMINATED)
         place = traceback.extract_tb(end.__traceback__)[-1]
         raise ConfigError(
             f"{place.filename}, line {place.lineno}: {place.name} has called sys.exit({end.code!r}), which would end the"
             " command; raise an exception instead"
         ) from None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those during whose handling it was raised: cleaning up after SIGTERM may raise others."""
+    while error is not None:
+        yield error
+        error = error.__context__
 
 
 def _is_stdout_closed() -> bool:

@@ -16,8 +16,13 @@ from typing import Any
 from hybridengine.cli.options import STDOUT
 from hybridengine.errors import raise_all
 
-SUFFIXES = {"--json": (".json",), "--plot": (".png", ".svg", ".pdf")}
-"""Suffixes allowed for the file of an option; other options allow any."""
+SUFFIXES = {
+    "--json": (".json",),
+    "--plot": (".png", ".svg", ".pdf"),
+    "--out": (".yaml", ".yml"),
+    "--output": (".html",),
+}
+"""Suffixes allowed for the file of an option."""
 
 Content = str | Callable[[Path], object]
 """Text of a file, or a function that writes to a path."""
@@ -82,9 +87,8 @@ def check_outputs(files: Mapping[str, Path | None], sources: Mapping[str, str | 
 
 def _problem(option: str, file: Path) -> str | None:
     """Return the reason why `file` cannot be the output of `option`; None if it can."""
-    suffixes = SUFFIXES.get(option)
-    if suffixes and file.suffix.lower() not in suffixes:
-        return f"{option} {file} must end in {' or '.join(suffixes)}; rename it"
+    if file.suffix.lower() not in SUFFIXES[option]:
+        return f"{option} {file} must end in {' or '.join(SUFFIXES[option])}; rename it"
     if option == "--plot" and find_spec("matplotlib") is None:
         return f"{option} needs matplotlib; install hybridengine[plots]"
     try:

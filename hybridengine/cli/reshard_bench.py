@@ -27,7 +27,7 @@ EPILOG = """examples:
   hybridengine reshard bench                                          1-4-2 to 1-2 on 8 ranks, every method
   hybridengine reshard bench --train 2-2-1 --gen 1-1 --methods micro-dp megatron-core
   hybridengine reshard bench --pair 1-4-2:1-2 --pair 2-4-1:1-2 --model path/to/config.json --dtype bfloat16
-  RAY_ADDRESS=auto hybridengine reshard bench --nodes 2 --train 2-8-1 --gen 1-4"""
+  RAY_ADDRESS=auto hybridengine reshard bench --nodes 2 --train 2-4-1 --gen 1-4"""
 
 COLUMNS = {
     "method": "method",

@@ -6,9 +6,7 @@ import contextlib
 import ipaddress
 import logging
 import os
-import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -69,15 +67,23 @@ def start_ray(num_cpus: int | None = None, num_gpus: int | None = None) -> None:
         ray.shutdown()
     for name, value in QUIET_RAY.items():
         os.environ.setdefault(name, value)
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
+    with _own_sigterm():
         if os.environ.get("RAY_ADDRESS"):
             _connect(os.environ["RAY_ADDRESS"])
         else:
             _start_local(num_cpus, num_gpus)
-    finally:  # Ray's own handler aborts without cleanup
-        if callable(handler) and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM while Ray starts: Ray's own ends the process with status 15."""
+    from ray._private import utils
+
+    before, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda _: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = before
 
 
 def _start_local(num_cpus: int | None, num_gpus: int | None) -> None:

@@ -80,12 +80,12 @@ def checkpoint_of(
         begun = origin not in (None, "auto", "never")
         config = config.model_copy(update={"resume": str(origin)}) if begun else config
     if found is None and config.resume != "auto":
-        found = checkpoint_at(Path(config.resume))
         try:
+            found = checkpoint_at(Path(config.resume))
             found.check()
         except CheckpointError as error:
             raise CheckpointError(
-                f"resume={config.resume} cannot be used: {error}; name another one"
+                f"resume={config.resume} cannot be used: {error}; name another one, or write resume=auto"
             ) from None
     if found is None:
         return config, None

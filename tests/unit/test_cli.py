@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hybridengine.cli import train
 from hybridengine.cli.main import main
 from hybridengine.cli.train import EPILOG
 from hybridengine.controller.failures import failure_of, rank_failed
@@ -207,6 +209,28 @@ def test_sys_exit_in_an_algorithm_of_ones_own_does_not_pass_for_success(
     overrides = [f"algorithm.name={module}:Own"]
     assert main(["plan", str(ROOT / "configs/grpo.yaml"), "--cluster", CLUSTER, *overrides]) == 2
     assert f"{module}.py, line 6: {method} has called sys.exit(0)" in capsys.readouterr().err
+
+
+def test_sigterm_is_told_even_if_tidying_up_raises_another_exit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """A call to a rank that ends meanwhile raises the SystemExit of that rank."""
+
+    def terminated(options: object) -> int:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            sys.exit(1)
+
+    monkeypatch.setattr(train, "run", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["train", "any.yaml"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert "SIGTERM; what has been written so far is kept" in capsys.readouterr().err
 
 
 # ---- Bad input -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import sys
 from typing import Any
 
 import pytest
@@ -34,6 +36,21 @@ def test_a_machine_too_busy_for_ray_gets_another_chance(monkeypatch: pytest.Monk
             cluster.start_ray(num_cpus=1, num_gpus=0)
     assert calls.count("shutdown") == num_late
     assert calls.count("local") == min(num_late + 1, cluster.START_ATTEMPTS)
+
+
+def test_sigterm_keeps_its_handler_while_ray_connects(monkeypatch: pytest.MonkeyPatch):
+    """`ray.init` sets one that calls sys.exit(15)."""
+    seen = []
+
+    def init(**settings: Any) -> None:
+        ray._private.utils.set_sigterm_handler(lambda number, frame: sys.exit(number))
+        seen.append(signal.getsignal(signal.SIGTERM))
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    before = signal.getsignal(signal.SIGTERM)
+    cluster.start_ray(num_cpus=1, num_gpus=0)
+    assert seen == [before] and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_an_address_where_nobody_answers_is_refused_at_once(monkeypatch: pytest.MonkeyPatch):

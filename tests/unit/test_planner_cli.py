@@ -391,7 +391,9 @@ def test_without_a_cluster_file(
 
 def test_files_that_cannot_be_written_are_refused_first(planned: Plan, tmp_path: Path) -> None:
     assert "--out" in refuse(planned, *SMALL, "--out", str(tmp_path / "none" / "a.yaml"))
-    same = str(tmp_path / "a.json")
-    assert "same file" in refuse(planned, *SMALL, "--out", same, "--json", same)
+    link = tmp_path / "a.json"
+    link.symlink_to(tmp_path / "a.yaml")
+    assert "same file" in refuse(planned, *SMALL, "--out", str(tmp_path / "a.yaml"), "--json", str(link))
+    assert "must end in .yaml or .yml; rename it" in refuse(planned, *SMALL, "--out", str(ROOT / "README.md"))
     assert "what CONFIG reads" in refuse(planned, *SMALL, "--out", CONFIG)
     assert ".png" in refuse(planned, *SMALL, "--plot", str(tmp_path / "a.txt"))

@@ -153,16 +153,17 @@ def test_the_page_needs_nothing_from_elsewhere(page: str) -> None:
         (["RUN/none"], "none is not a folder; name the folder of a run"),
         (["RUN/metrics.jsonl"], "metrics.jsonl is not a folder; name the folder of a run"),
         (["RUN/samples"], "samples has no metrics.jsonl, timeline.json, config.yaml or samples/*.jsonl; name the folder"),
-        (["RUN", "--output", "RUN"], "exists and is not a regular file; name another file"),
+        (["RUN", "--output", "RUN"], "run must end in .html; rename it"),
         (["RUN", "--output", "RUN/none/page.html"], "cannot be written (No such file or directory); name a file"),
-        (["RUN", "--output", "RUN/metrics.jsonl"], "metrics.jsonl is what the report reads; name another file"),
-        (["RUN", "--output", "RUN/samples/step-0.jsonl"], "step-0.jsonl is what the report reads; name another file"),
+        (["RUN", "--output", "RUN/metrics.jsonl"], "metrics.jsonl must end in .html; rename it"),
+        (["RUN", "--output", "RUN/link.html"], "link.html is what the report reads; name another file"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_clear_error(
     report: Report, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     run = write_run(tmp_path / "run", num_steps=2)
+    (run / "link.html").symlink_to(run / "samples" / "step-0.jsonl")
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
     status, said = report(*(text.replace("RUN", str(run)) for text in arguments))
     assert status == 2
