@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray._private import utils
 
 from hybridengine.controller import cluster
 from hybridengine.errors import ConfigError, WorkerError
@@ -43,7 +44,7 @@ def test_sigterm_keeps_its_handler_while_ray_connects(monkeypatch: pytest.Monkey
     seen = []
 
     def init(**settings: Any) -> None:
-        ray._private.utils.set_sigterm_handler(lambda number, frame: sys.exit(number))
+        utils.set_sigterm_handler(lambda number, frame: sys.exit(number))
         seen.append(signal.getsignal(signal.SIGTERM))
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
