@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from hybridengine.config.algorithm import Conflict
+from hybridengine.config.build_section import BUILT_TOKENS
 from hybridengine.config.run_config import SCORERS, ModelHolder, RunConfig, model_holders
-from hybridengine.config.sections import BUILT_TOKENS
 from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.models.checkpoint_files import checkpoint_problems
 from hybridengine.models.presets import resolve_model

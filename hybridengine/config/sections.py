@@ -7,42 +7,38 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from hybridengine.config.build_section import BuildSection
 from hybridengine.config.values import (
+    AboveOne,
+    BucketBytes,
     Bytes,
     Count,
     CountOrZero,
+    DecayRate,
     FolderName,
     GenSizesField,
     NonNegative,
+    NumTerms,
     PathText,
     Positive,
     Seconds,
     Section,
+    Seed,
     Share,
+    Temperature,
     TrainSizesField,
     like,
 )
-from hybridengine.errors import ConfigError
-from hybridengine.families.registry import FAMILIES
-from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 MEBIBYTE = 2**20
 
 LossAggregation = Literal["token", "sequence", "sequence_sum"]
-
-if TYPE_CHECKING:
-    FamilyName = str
-else:
-    FamilyName = Literal[tuple(FAMILIES)]
-
-
-Seed = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class RunSection(Section):
@@ -116,71 +112,6 @@ class ClusterSection(Section):
         return RankOrder[self.rank_order.upper()]
 
 
-BUILT_TOKENS = 57
-"""Number of tokens of the tokenizer that is built with a model."""
-HF_KEYS = {
-    "family": "model_type",
-    "num_layers": "num_hidden_layers",
-    "ffn_hidden_size": "intermediate_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "max_positions": "max_position_embeddings",
-    "tied_embeddings": "tie_word_embeddings",
-    "init_std": "initializer_range",
-}
-"""Names in a Hugging Face `config.json` of the values of `model.build` that it names differently."""
-
-
-class BuildSection(Section):
-    """A small model that is built with random weights and its own tokenizer."""
-
-    family: FamilyName = "qwen3"
-    """Model family."""
-    num_layers: Count = 4
-    """Decoder layers."""
-    hidden_size: Count = 128
-    """Width of the residual stream."""
-    ffn_hidden_size: Count = 384
-    """Width of the MLP."""
-    num_heads: Count = 4
-    """Query heads."""
-    num_kv_heads: Count = 2
-    """Key and value heads."""
-    head_dim: Count = 32
-    """Width of a head; vLLM on a CPU needs a multiple of 32."""
-    vocab_size: Count = BUILT_TOKENS
-    """Rows of the embedding, at least the number of the tokenizer's tokens."""
-    max_positions: Count = 256
-    """Longest sequence of prompt and response."""
-    tied_embeddings: bool = True
-    """True if the output head shares the embedding's weights."""
-    rope_theta: Positive = 10000.0
-    """Base of the rotary frequencies."""
-    init_std: Positive = 0.02
-    """Standard deviation of the random weights."""
-
-    def hf_config(self) -> dict[str, Any]:
-        """Return the contents of the model's Hugging Face `config.json`."""
-        family = FAMILIES[self.family]
-        return {
-            "architectures": [family.architectures[0]],
-            **{HF_KEYS.get(name, name): value for name, value in self.model_dump().items()},
-            "rms_norm_eps": 1e-6,
-            "hidden_act": "silu",
-            **family.built_config,
-        }
-
-    def shape(self) -> ModelShape:
-        """Return the shape of the model; raise ConfigError if the sizes do not fit together."""
-        try:
-            return ModelShape.from_hf_config(self.hf_config())
-        except ConfigError as error:
-            broken = str(error).rpartition(";")[0].replace(" of config.json", "")
-            for name, key in HF_KEYS.items():
-                broken = broken.replace(key, name)
-            raise ConfigError(f"{broken}; choose other values beneath model.build") from None
-
-
 class ModelSection(Section):
     """The actor's initial model: a checkpoint, a GGUF file to convert, or a model to build."""
 
@@ -206,9 +137,6 @@ class ModelSection(Section):
             return Path(file) if file else None
         spec = importlib.util.find_spec(package) if package.isidentifier() else None
         return Path(spec.origin).parent / file if spec is not None and spec.origin else None
-
-
-DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSection(Section):
@@ -247,10 +175,6 @@ class TrainedSection(Section):
     """State that moves to host memory while the model is not training; optimizer: its moments and master weights."""
     recompute: Literal["none", "full"] = "none"
     """Activations that are recomputed in the backward pass instead of stored."""
-
-
-BucketBytes = Annotated[Bytes, Field(ge=4)]
-AboveOne = Annotated[float, Field(gt=1)]
 
 
 class ActorSection(TrainedSection):
@@ -302,9 +226,6 @@ class ReferenceSection(Section):
     """Maximum number of tokens in one micro-batch."""
 
 
-Temperature = Annotated[float, Field(ge=0.01, le=2)]
-
-
 class RolloutSection(Section):
     """Generation with vLLM."""
 
@@ -322,9 +243,6 @@ class RolloutSection(Section):
     """Maximum number of sequences that an engine runs at once."""
     cuda_graphs: bool = False
     """Capture CUDA graphs for decoding; weights then use vLLM's sleep mode, which allocates them all at once."""
-
-
-NumTerms = Annotated[int, Field(ge=3)]
 
 
 class TaskSection(Section):

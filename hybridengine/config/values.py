@@ -103,8 +103,16 @@ NonNegative = Annotated[float, Field(ge=0)]
 """A non-negative number."""
 Share = Annotated[float, Field(ge=0, le=1)]
 """A number from 0 to 1."""
+AboveOne = Annotated[float, Field(gt=1)]
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
+Temperature = Annotated[float, Field(ge=0.01, le=2)]
+NumTerms = Annotated[int, Field(ge=3)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=1, le=MAX_BYTES)]
 """Number of bytes: an integer, or a text with a unit such as 64MiB."""
+BucketBytes = Annotated[Bytes, Field(ge=4)]
+"""Number of bytes of at least one float32."""
 TrainSizesField = Annotated[TrainSizes, _parsed(TrainSizes), PlainSerializer(str)]
 """A text p-t-d, e.g. "2-2-1"."""
 GenSizesField = Annotated[GenSizes, _parsed(GenSizes), PlainSerializer(str)]

@@ -6,16 +6,12 @@ Source: arXiv 2402.04792, algorithm 1 (the judge is the run's reward); loss of a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from hybridengine.config.algorithm import Algorithm, Conflict
-from hybridengine.config.values import ImportPath, Positive
+from hybridengine.config.values import ImportPath, Positive, Smoothing
 from hybridengine.drivers.dataflow import measure_rollout, switch_metrics
 from hybridengine.drivers.roles import Roles, Sampling, State
-
-Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
 
 
 class OnlineDpo(Algorithm):

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from transformers import AutoTokenizer
 
-from hybridengine.config.sections import BUILT_TOKENS
+from hybridengine.config.build_section import BUILT_TOKENS
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer, token_id
 from hybridengine.errors import DataError
 
