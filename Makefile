@@ -49,7 +49,7 @@ train: install ## the main job: PPO on arithmetic (CONFIG=configs/NAME.yaml for 
 .PHONY: test
 test: install $(if $(strip $(ARGS)),$(if $(findstring tests/unit,$(ARGS)),browser),browser) ## all tests (ARGS="tests/unit -x" for some of them)
 ifeq ($(strip $(ARGS)),)
-	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --no-loadscope-reorder tests/unit tests/gloo tests/full
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --no-loadscope-reorder --ignore tests/gpu tests
 else
 	$(VENV)/bin/python -m pytest $(ARGS)
 endif

@@ -16,10 +16,8 @@ settings.load_profile("shared")
 # torch's stores resolve loopback addresses: a name server that drops some of the queries costs 5 s for each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
-FOLDERS = ("tests/unit", "tests/full/programs", "tests/full/engines", "tests/gloo", "tests/full")
+FOLDERS = ("tests/unit", "tests/full/engines", "tests/gloo", "tests/full")
 """Folders of tests, in the order in which they run; several workers begin with the last, which takes longest."""
-SCATTERED = FOLDERS[:2]
-"""Folders whose files may run on different workers."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -51,7 +49,7 @@ class FilesOrFolders(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         folder = folder_of(nodeid)
-        return nodeid.split("::", 1)[0] if folder in SCATTERED else folder
+        return nodeid.split("::", 1)[0] if folder == FOLDERS[0] else folder
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -19,8 +19,10 @@ import torch.distributed as dist
 
 Answer = TypeVar("Answer")
 
-GRACE_S = 2.0
+GRACE_S = 5.0
 """Time that a failing rank waits for the notes of the ranks it waited for, which fail at about the same time."""
+STORE_S = 2.0
+"""Time in which the store must answer."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,11 @@ class FailureNotes:
     def leave(self, note: FailureNote) -> None:
         """Leave a note for the other ranks. Best effort: the store may have died with its rank."""
         value: Any = pickle.dumps(note)  # torch accepts any bytes, though its annotation says str
-        _within(GRACE_S, lambda: _store().set(self._key(note.rank), value))
+        _within(STORE_S, lambda: _store().set(self._key(note.rank), value))
 
     def read(self, awaited: Sequence[int], grace_s: float = GRACE_S) -> list[FailureNote] | None:
         """Return the notes after a short wait for those of `awaited` and of whom these await; None if the store fails."""
-        return _within(grace_s + GRACE_S, lambda: self._read(awaited, time.monotonic() + grace_s))
+        return _within(grace_s + STORE_S, lambda: self._read(awaited, time.monotonic() + grace_s))
 
     def _read(self, awaited: Sequence[int], deadline: float) -> list[FailureNote]:
         store, wanted, found = _store(), set(awaited), dict[int, FailureNote]()

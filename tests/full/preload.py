@@ -12,6 +12,7 @@ from hybridengine.importing import nothing_collected
 with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), nothing_collected():
     warnings.simplefilter("ignore")
 
+    import pydantic.v1  # noqa: F401  # Ray imports it in every worker
     import vllm.entrypoints.launchers.cli_args
     import vllm.model_executor.layers.quantization.online.base
     import vllm.v1.attention.backends.cpu_attn
@@ -21,6 +22,7 @@ with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), nothi
     from vllm import LLM, SamplingParams  # noqa: F401
     from vllm.platforms import current_platform
 
+    import hybridengine.drivers.advantages  # noqa: F401
     import workers.actor
     import workers.compute
     import workers.critic

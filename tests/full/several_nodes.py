@@ -1,5 +1,5 @@
-"""A process of its own with a Ray cluster of three raylets: 6 light ranks in one pool, the findings of `doctor`, then
-a run with four pools, during which a node disappears.
+"""A process of its own with a Ray cluster of three raylets: 6 light ranks in one pool, then a run with four pools, during
+which a node disappears, and the findings of `doctor` on the other two.
 
     python -m tests.full.several_nodes CONFIG OUTPUT
 
@@ -84,7 +84,7 @@ def see_light_ranks() -> dict[str, Any]:
 
 
 def examined(folder: str) -> list[dict[str, Any]]:
-    """Return the findings of `doctor` on the three nodes."""
+    """Return the findings of `doctor` on the nodes that are left."""
     return [asdict(found) for found in merged(examine_cluster(RunNeeds(folder), node_facts(), print))]
 
 
@@ -93,9 +93,9 @@ def main() -> None:
     with raylets():
         cluster.start_ray()
         seen = {"offers": [str(offer) for offer in cluster.node_offers()], "light": see_light_ranks()}
-        seen["doctor"] = examined(str(Path(config).parent / "examined"))
         train(load_config(config))
         seen["left"] = [offer.address for offer in cluster.node_offers()]
+        seen["doctor"] = examined(str(Path(config).parent / "examined"))
     Path(output).write_text(json.dumps(seen))
 
 

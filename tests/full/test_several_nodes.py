@@ -27,7 +27,7 @@ from tests.full.tiny_runs import SECTIONS, Run, value
 pytestmark = pytest.mark.timeout(900)
 
 LIMIT_S = 600
-STEPS = 3
+STEPS = 2
 POOLS = {
     "values": {"roles": ["critic"], "ranks_per_node": [1, 1]},
     "frozen": {"roles": ["reference"], "ranks_per_node": [1]},
@@ -143,18 +143,18 @@ def test_a_run_goes_on_where_a_node_disappears(seen: Seen):
     assert seen.cluster["left"] == ["127.0.0.2", "127.0.0.10"]
     failed = rf"failed in step {STEPS}: \S+ died on rank 1 \(.*node 127\.0\.0\.9\): "
     assert re.search(failed, seen.console), seen.console
-    assert re.search(r"resuming after step [12]\b", seen.console), seen.console
+    assert re.search(r"resuming after step 1\b", seen.console), seen.console
     gone = max(span.end_s for span in seen.spans if span.node == "127.0.0.9")
     assert {span.node for span in seen.spans if span.start_s > gone} == {"127.0.0.2", "127.0.0.10"}
 
 
-def test_the_doctor_finds_nothing_to_mend_on_three_nodes(seen: Seen):
+def test_the_doctor_finds_nothing_to_mend_on_the_nodes_that_are_left(seen: Seen):
     found = seen.cluster["doctor"]
     assert [one for one in found if one["level"] == "problem"] == []
     texts = {one["subject"]: one["text"] for one in found if one["level"] == "ok"}
-    assert "all 3 nodes see the same files there" in texts["shared files"]
-    assert texts["ports"].startswith("3 nodes reach each other's ports")
-    assert re.match(r"3 ranks meet and sum 64\.0 MiB right, in .* \(gloo\)", texts["links"])
+    assert "all 2 nodes see the same files there" in texts["shared files"]
+    assert texts["ports"].startswith("2 nodes reach each other's ports")
+    assert re.match(r"2 ranks meet and sum 64\.0 MiB right, in .* \(gloo\)", texts["links"])
     assert texts["clock"].startswith("clocks are within")
     assert not (seen.folder / "examined").exists()
 

@@ -30,7 +30,7 @@ SECTIONS: dict[str, Any] = {
         "batch_size": 8,
         "task": {"name": "arithmetic", "train_rows": 64, "eval_rows": 6},
     },
-    "warmup": {"steps": 3, "batch_size": 16, "lr": 3e-3},
+    "warmup": {"steps": 1, "batch_size": 8, "lr": 3e-3},
     "actor": {
         "parallel": "2-2-1",
         "generate": "1-1",

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hybridengine.algorithms.across import Across
 from hybridengine.algorithms.losses.aggregation import LossStats, SummedLoss
-from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.config import Role, RunConfig
 from hybridengine.config.run_config import TRAINED
 from hybridengine.drivers.advantages import mean_cost, rollout_metrics
@@ -27,6 +26,7 @@ from hybridengine.errors import ConfigError, ProtocolError
 from hybridengine.importing import import_object
 from hybridengine.reshard.boxes import Box
 from hybridengine.rows.protocols import DP_PROTO, ROW_NUMBERS, GroupTopology, RankContext, registered
+from tests.gloo.megatron_training import copy_weights
 from tests.gloo.row_parts import concat_rows, slice_rows
 from tests.gloo.sharded_cases import ALL_ESTIMATED, CASES, NUM_ROWS, ONE_RANK, SAMPLES, judged, run_of
 from workers.actor import ActorWorker
@@ -66,17 +66,19 @@ class Group:
     def __init__(
         self, run: RunConfig, role: Role, worker: type[TrainedWorker], rank: int, folder: Path
     ) -> None:
-        self._role, self._rank, self._folder = role, rank, folder
+        self._role, self._rank = role, rank
         self._topology = GroupTopology(run.grid(role))
         place = self._topology.grid.coordinate(rank)
         context = RankContext(role, rank, run.num_ranks, self._topology, place, "127.0.0.1")
         self.worker = worker(context, run, folder)
+        self._initial = copy_weights(self.worker.trainer)
 
     def restart(self, run: RunConfig) -> None:
-        """Load the checkpoint's weights, a fresh optimizer and the settings of another run."""
+        """Take the checkpoint's weights, a fresh optimizer and the settings of another run."""
         worker, trainer = self.worker, self.worker.trainer
         worker.run, worker.section, worker._updates = run, getattr(run, self._role), 0
-        load_weights(worker.model, self._folder)
+        for name, weights in self._initial.items():
+            worker.model.weights[name].copy_(weights)
         trainer.enter_training()
         worker.start_optimizer()
         if self._role != "actor":  # a critic allocates its gradients' memory again by itself

@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import gguf
 import pytest
 import torch
 from safetensors import safe_open
@@ -75,7 +78,10 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
     folder = tmp_path_factory.mktemp("real")
     config = load_config(ROOT / "configs" / "smollm2.yaml", [f"run.folder={folder}"])
     config.run_folder.mkdir()
-    convert_gguf(config)
+    # transformers parses the file twice, and makes the same table of names for every module.
+    slow = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+    with mock.patch.multiple(gguf, **slow):
+        convert_gguf(config)
     source = config.model_folder
     (source / "README.md").write_text(CARD)
     write_model(folder / "tiny", "llama", tied=True)

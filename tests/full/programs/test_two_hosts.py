@@ -73,7 +73,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory, warm_ray: dict[str, str]) -> 
     changes = {
         "run": SECTIONS["run"] | {"steps": 1, "folder": str(folder / "runs")},
         "cluster": {"ranks_per_node": [2, 2], "address": CLUSTER},
-        "warmup": SECTIONS["warmup"] | {"steps": 2},
         "actor": SECTIONS["actor"] | {"generate": "2-2"},  # over both hosts, as are vLLM's own groups then
         "timeouts": {"start_s": 120, "call_s": 120},
     }
