@@ -99,10 +99,8 @@ class PlanExecutor:
             TransferError: a message failed or was corrupted; the sources of buckets from `num_complete` on are unchanged.
         """
         self.num_complete = first
-        has_verified, self._has_verified = (
-            self._has_verified,
-            False,
-        )  # what follows a failure is verified again
+        # What follows a failure is verified again.
+        has_verified, self._has_verified = self._has_verified, False
         is_verified = verify is Verify.ALWAYS or (verify is Verify.FIRST and not has_verified)
         in_flight: _InFlight = []
         try:

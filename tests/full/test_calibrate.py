@@ -27,9 +27,7 @@ def test_a_machine_is_measured_fitted_and_planned_for(
     ray_cluster: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = replace(calibration.CPU_CASES[0], actor=(1, 2), reference=(1, 1), batch_sizes=(4, 8, 12))
-    short = calibration.RUN.replace("steps: 6", "steps: 4").replace(
-        "response_tokens: 48", "response_tokens: 12"
-    )
+    short = calibration.RUN.replace("max_response_tokens: 48", "max_response_tokens: 12")
     monkeypatch.setattr(calibration, "RUN", short)
     monkeypatch.setattr(calibration, "CPU_CASES", (small,))
     monkeypatch.setattr(calibration, "SINGLE_CASES", ())

@@ -66,7 +66,7 @@ class Break:
             os.kill(os.getpid(), signal.SIGSTOP)
         if not self.hangs:
             os._exit(1)
-        time.sleep(2 * TIMEOUT_S)
+        time.sleep(4 * TIMEOUT_S)
 
     def store(self, rank: int) -> contextlib.AbstractContextManager[object]:
         """While open, notes are left in a store of the broken rank, if it hosts one."""
