@@ -79,8 +79,10 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
     config = load_config(ROOT / "configs" / "smollm2.yaml", [f"run.folder={folder}"])
     config.run_folder.mkdir()
     # transformers parses the file twice, and makes the same table of names for every module.
-    slow = {name: cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
-    with mock.patch.multiple(gguf, **slow):
+    with (
+        mock.patch.object(gguf, "GGUFReader", cache(gguf.GGUFReader)),
+        mock.patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+    ):
         convert_gguf(config)
     source = config.model_folder
     (source / "README.md").write_text(CARD)
