@@ -84,9 +84,13 @@ def writers(started: Started, change: str) -> Iterator[None]:
 WRITE = checkpoint._RankWriter.write_data
 
 
+CALL_S, WRITE_S = 8.0, 12.0
+"""Limit of a call, and seconds that a rank takes to write."""
+
+
 def write_slowly(rows: object, across: object) -> dict[str, float]:
     def slowly(*arguments: Any) -> Any:
-        time.sleep(8)
+        time.sleep(WRITE_S)
         return WRITE(*arguments)
 
     checkpoint._RankWriter.write_data = slowly  # type: ignore[method-assign]
@@ -102,9 +106,8 @@ def write_as_ever(rows: object, across: object) -> dict[str, float]:
 def test_a_save_may_take_longer_than_a_call(
     save_s: int, saved: bool, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call may take 3 s here, and one rank takes 8 s to write."""
     config = own_run(started, f"slow-{save_s}", timeouts={"save_s": save_s})
-    monkeypatch.setattr(started.roles.actor, "timeout_s", 3.0)
+    monkeypatch.setattr(started.roles.actor, "timeout_s", CALL_S)
     said: list[str] = []
     progress = Progress()
     saver = RunSaver(config, started.roles, progress, said.append)
@@ -116,7 +119,7 @@ def test_a_save_may_take_longer_than_a_call(
             saver.after_step({}, last=True)
             told = said.pop()
             assert re.search(r"earlier save of \w+ is still being written; see whether the disk hangs", told)
-            time.sleep(8)  # lets slow ranks finish before the others write normally again
+            time.sleep(WRITE_S)  # lets slow ranks finish before the others write normally again
     assert (saver.saved_step == 1) is saved
     (told,) = said
     if saved:
