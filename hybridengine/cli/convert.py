@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from hybridengine.cli.options import DTYPES, byte_size
 from hybridengine.config.run_config import TRAINED
-from hybridengine.errors import ConfigError
+from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.files import writing
 from hybridengine.formatting import format_bytes
 
@@ -71,7 +71,10 @@ def _export(options: argparse.Namespace) -> int:
     from hybridengine.checkpoints.folders import checkpoint_at
 
     checkpoint = checkpoint_at(options.source)
-    checkpoint.check()
+    try:
+        checkpoint.check()
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint.folder} cannot be used: {error}; name another one") from None
     role_folder(checkpoint, options.role)
     companions = options.companions or default_companions(checkpoint)
     if companions is None or not (companions / "config.json").is_file():

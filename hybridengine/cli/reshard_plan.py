@@ -148,10 +148,8 @@ def _price(
     with_variants: bool = True,
 ) -> tuple[SwitchCost, dict[str, Any]]:
     """Return a switch's cost, and its figures as JSON values in bytes and seconds; "max" is the largest of any rank."""
-    pricer, nodes = (
-        SwitchPricer(shape, options.dtype, options.bucket_bytes),
-        cluster.node_map(train.num_ranks),
-    )
+    nodes = cluster.node_map(train.num_ranks)
+    pricer = SwitchPricer(shape, options.dtype, options.bucket_bytes)
     generations = {
         order.name.lower(): GenerationGrid(Grid(train, order), gen, Grouping(options.grouping))
         for order in RankOrder

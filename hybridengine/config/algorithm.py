@@ -118,9 +118,7 @@ def algorithm_class(name: str) -> type[Algorithm]:
         )
     found = import_named(ALGORITHMS.get(name, name), "a class")
     if not (isinstance(found, type) and issubclass(found, Algorithm)):
-        raise ValueError(
-            f"{name} is not a subclass of {Algorithm.__module__}.{Algorithm.__name__}; derive it from that class"
-        )
+        raise ValueError(f"{name} is not a subclass of hybridengine.Algorithm; derive it from that class")
     wrong = [role for role in found.roles if role not in get_args(Role)]
     if wrong or "actor" not in found.roles:
         raise ValueError(

@@ -165,4 +165,7 @@ def _problem(fault: ErrorDetails, content: object, model: type[PromptRow]) -> st
         if len(fault["loc"]) > 1:
             return f"{name} is missing; each message needs role and content"
         return f"{name} is missing; each row needs {', '.join(model.model_fields)}"
-    return f"{name or 'the line'}={shown(fault['input'])} must be {rule(fault['msg'])}"
+    other = " or a list of chat messages" if "text" in fault["loc"] else ""
+    return (
+        f"{name or 'the line'}={shown(fault['input'])} must be {rule(fault['msg'])}{other}; correct the row"
+    )

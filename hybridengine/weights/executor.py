@@ -99,8 +99,7 @@ class PlanExecutor:
             TransferError: a message failed or was corrupted; the sources of buckets from `num_complete` on are unchanged.
         """
         self.num_complete = first
-        # What follows a failure is verified again.
-        has_verified, self._has_verified = self._has_verified, False
+        has_verified, self._has_verified = self._has_verified, False  # verified again after a failure
         is_verified = verify is Verify.ALWAYS or (verify is Verify.FIRST and not has_verified)
         in_flight: _InFlight = []
         try:

@@ -20,6 +20,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from hybridengine.weights import failure_notes
+
 ROOT = Path(__file__).parents[2]
 
 ENVIRONMENT = {
@@ -29,7 +31,7 @@ ENVIRONMENT = {
 }
 """Environment variables of the forkserver, and so of every rank, in addition to this process's own."""
 
-GRACE_S = 5.0
+GRACE_S = failure_notes.GRACE_S + 5.0
 """Seconds that the other ranks may continue after the first failure."""
 
 

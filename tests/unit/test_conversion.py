@@ -116,7 +116,10 @@ REFUSED = {
         ["{source}", "{tmp}/out", "--role", "../../actr"],
         "--role: invalid choice: '../../actr'",
     ),
-    "damaged": (["{damaged}", "{tmp}/out", "--companions", "{source}"], "is damaged: its SHA-256"),
+    "damaged": (
+        ["{damaged}", "{tmp}/out", "--companions", "{source}"],
+        "/damaged cannot be used: actor/",
+    ),
 }
 
 
