@@ -45,6 +45,7 @@ help: ## this list
 train: install ## the main job: PPO on arithmetic (CONFIG=configs/NAME.yaml for another, ARGS="key=value ..." to change it)
 	$(VENV)/bin/hybridengine train $(CONFIG) $(ARGS)
 
+# One folder is named, not its three: conftest.py files beneath are then read by the workers alone, not by pytest's main process.
 # Tests of pages are among the unit tests, and need Chromium.
 .PHONY: test
 test: install $(if $(strip $(ARGS)),$(if $(findstring tests/unit,$(ARGS)),browser),browser) ## all tests (ARGS="tests/unit -x" for some of them)

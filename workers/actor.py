@@ -92,7 +92,7 @@ class ActorWorker(TrainedWorker):
 
     @register(ONE_TO_ALL)
     def start_supervised(self, lr: float, steps: int) -> None:
-        """Start the optimizer of the supervised warm-up: the rate rises over a thirtieth of them, if any, then falls."""
+        """Start the optimizer of the supervised warm-up: the rate rises over a thirtieth of `steps`, then falls."""
         course = {"lr": lr, "min_lr": 0.0, "schedule": "cosine", "warmup_steps": steps // 30}
         self.trainer.start_optimizer(
             self.section.optimizer.model_copy(update=course), steps, self.section.offload

@@ -92,7 +92,7 @@ def _check(options: argparse.Namespace) -> int:
     from hybridengine.bench.calibration.check import check_lines, check_run
     from hybridengine.bench.calibration.measured_run import read_run
 
-    names = [
+    names = (
         "CONFIG",
         "--nodes",
         "--devices",
@@ -102,7 +102,7 @@ def _check(options: argparse.Namespace) -> int:
         "--placement",
         "--out",
         "--plot",
-    ]
+    )
     if given := [name for name in names if getattr(options, name.lower().lstrip("-").replace("-", "_"))]:
         raise ConfigError(f"--check takes runs as they were; leave out {', '.join(given)}")
     runs = [read_run(folder) for folder in options.check]

@@ -128,7 +128,7 @@ def devices_of(cluster: Cluster, wanted: int | None) -> int:
     number = cluster.num_devices if wanted is None else wanted
     if not 1 <= number <= most or (number % node if number > node else node % number):
         raise ConfigError(
-            f"{'all devices:' if wanted is None else '--devices'} {number} must be a divisor of the {node} devices of a"
+            f"--devices {number}{' (all of them)' if wanted is None else ''} must be a divisor of the {node} devices of a"
             f" node or whole nodes, at most {most} (cluster {cluster.name}); give another number, or --nodes"
         )
     return number

@@ -12,7 +12,7 @@ from hybridengine.importing import nothing_collected
 with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), nothing_collected():
     warnings.simplefilter("ignore")
 
-    import pydantic.v1  # noqa: F401  # Ray imports it in every worker
+    import pydantic.v1  # noqa: F401  # imported by Ray in every worker otherwise
     import vllm.entrypoints.launchers.cli_args
     import vllm.model_executor.layers.quantization.online.base
     import vllm.v1.attention.backends.cpu_attn

@@ -86,7 +86,7 @@ def test_a_generation_config_that_names_no_tokens(bench: Bench, checkpoint: Path
 def test_a_config_that_names_no_end_token(
     bench: Bench, checkpoint: Path, named: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    # It warns, and goes on.
+    # transformers warns of the value before it is refused; the warning is not the message looked for.
     monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [logging.NullHandler()])
     file = copy_checkpoint(bench, checkpoint) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": named}))
