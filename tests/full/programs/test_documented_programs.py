@@ -26,8 +26,8 @@ def program(heading: str) -> str:
     return section.split("```python\n", 1)[1].split("```", 1)[0]
 
 
-def run(command: list[str], folder: Path) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def run(command: list[str], folder: Path, variables: dict[str, str]) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -41,15 +41,15 @@ def test_the_examples_import_public_names_only(heading: str) -> None:
             assert {alias.name for alias in node.names} <= set(hybridengine.__all__)
 
 
-def test_programs_print_what_the_documentation_says(tmp_path: Path) -> None:
-    """All ranks start as a reader's do, and import what they need themselves."""
+def test_programs_print_what_the_documentation_says(tmp_path: Path, warm_ray: dict[str, str]) -> None:
+    """The drivers, and the ranks of torchrun, start as a reader's do, and import what they need themselves."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for name, heading in (("driver.py", WITH_RAY), ("ranks.py", ON_RANKS)):
         (tmp_path / name).write_text(program(heading))
-    with_ray = run([sys.executable, "driver.py"], tmp_path)
+    with_ray = run([sys.executable, "driver.py"], tmp_path, warm_ray)
     assert "'redundant_bytes': 0" in with_ray
     assert float(re.findall(r"log-prob difference (\S+)", with_ray)[0]) < 1e-3
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    on_ranks = run([*torchrun, "ranks.py"], tmp_path)
+    on_ranks = run([*torchrun, "ranks.py"], tmp_path, {})
     tokens = re.findall(r"redundant_bytes=0.*(\[[\d, ]+\])$", on_ranks, re.MULTILINE)
     assert len(tokens) == 2 and len(set(tokens)) == 1 and len(ast.literal_eval(tokens[0])) == 8
