@@ -8,6 +8,7 @@ import hashlib
 import io
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from hybridengine.report import keys
 from hybridengine.report.step_rows import Row, latest_rows, read_rows
 from hybridengine.training.stopping import StopRequest
 from tests.full.tiny_runs import SECTIONS, computed
+from tests.full.warm_workers import warm_program
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -278,7 +280,7 @@ def test_a_run_goes_on_after_kill_9_of_everything(
     runs: Runs, undisturbed: Outcome, warm_ray: dict[str, str]
 ) -> None:
     """The controller, its Ray and all ranks are killed after the fourth step: during a step, a save, or in between."""
-    with killed_at_the_end([COMMAND, "train", str(runs.config("killed"))], warm_ray):
+    with killed_at_the_end(warm_program(COMMAND, "train", runs.config("killed")), warm_ray):
         metrics, deadline = runs.folder("killed") / "metrics.jsonl", time.monotonic() + 300
         while not (metrics.exists() and len(metrics.read_text().splitlines()) > 4):
             assert time.monotonic() < deadline, "the run has not come to its fourth step"
@@ -306,7 +308,7 @@ def test_a_cluster_that_no_longer_has_the_ranks_ends_the_run_with_both_reasons(
 def killed_at_the_end(command: list[str], variables: dict[str, str]) -> Iterator[None]:
     """Run a command, and kill it and everything that it has started when the context closes.
 
-    Its ranks are children of the process of `warm_workers`, which this process has started, as it has the command.
+    They are children of the process of `warm_workers`, which this process has started.
     """
     before = set(descendants(os.getpid()))
     nothing = subprocess.DEVNULL
@@ -314,9 +316,14 @@ def killed_at_the_end(command: list[str], variables: dict[str, str]) -> Iterator
         try:
             yield
         finally:
+            processes = []
             for pid in set(descendants(os.getpid())) - before:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                    processes.append(os.pidfd_open(pid))
+                    signal.pidfd_send_signal(processes[-1], signal.SIGKILL)
+            for process in processes:
+                select.select([process], [], [], LIMIT_S)  # until it has ended
+                os.close(process)
 
 
 def descendants(pid: int) -> list[int]:

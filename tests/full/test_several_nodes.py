@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from hybridengine.report.timeline import TIMELINE_FILE, Span, read_timeline
 from tests.full.probe_workers import WIDE_BYTES
 from tests.full.several_nodes import NUM_ROWS
 from tests.full.tiny_runs import SECTIONS, Run, value
+from tests.full.warm_workers import warm_program
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -67,9 +67,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory, warm_ray: dict[str, str]) -> 
     }
     changes |= {"algorithm": algorithm, "checkpoint": {"every": 1}}
     (folder / "nodes.yaml").write_text(yaml.safe_dump(SECTIONS | changes))
-    command = [sys.executable, "-m", "tests.full.several_nodes", folder / "nodes.yaml", folder / "seen.json"]
+    program = Path(__file__).with_name("several_nodes.py")
     done = subprocess.run(
-        command,
+        warm_program(program, folder / "nodes.yaml", folder / "seen.json"),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

@@ -1,10 +1,11 @@
-"""Ray's workers as forks of a process that has imported everything: a rank with vLLM spends nine tenths of its start on
-imports, and the tests start many.
+"""Ray's workers, and other programs, as forks of a process that has imported everything: a rank with vLLM spends nine
+tenths of its start on imports, and the tests start many.
 
 Ray starts a worker with a program that sets up its environment. Here that is this file, which imports no packages: it
 sends the worker's arguments, environment and open files to the warm process, which forks, and the fork runs Ray's own
 program for workers, on the host (`tests.full.programs.hosts`) whose Ray has asked for it. Ray knows a worker by the
-process id that the worker reports, so nothing else differs: signals, waits and logs refer to the rank.
+process id that the worker reports, so nothing else differs: signals, waits and logs refer to the rank. With `--wait`,
+the file runs any Python program in the same way, and ends when it ends, with its exit status.
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ def warm_workers(folder: Path, environment: dict[str, str]) -> Iterator[dict[str
             server.stdin.close()  # the server ends when its standard input closes
 
 
+def warm_program(*command: object) -> list[str]:
+    """Return the command that runs a Python program as a fork of the warm process, where `warm_workers` has said so."""
+    return [sys.executable, __file__, "--wait", *map(str, command)]
+
+
 def with_warm_workers(runtime_env: dict[str, object] | None) -> dict[str, object] | None:
     """Make this file the program that sets up workers; Ray calls it as a hook before it starts a node."""
     from ray._private import ray_constants
@@ -63,18 +69,21 @@ def with_warm_workers(runtime_env: dict[str, object] | None) -> dict[str, object
 
 
 def start_one(arguments: list[str]) -> None:
-    """Ask the warm process for a worker with these arguments and this process's environment, folder and files."""
+    """Ask the warm process for a program with these arguments and this process's environment, folder and files."""
     setup = argparse.ArgumentParser()
     setup.add_argument("--serialized-runtime-env-context", default="{}")
     setup.add_argument("--language")
+    setup.add_argument("--wait", action="store_true")
     own, arguments = setup.parse_known_args(arguments)
     variables = dict(os.environ) | json.loads(own.serialized_runtime_env_context).get("env_vars", {})
-    request = json.dumps([arguments, variables, os.getcwd()]).encode()
+    request = json.dumps([arguments, variables, os.getcwd(), own.wait]).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect(os.environ["WARM_WORKERS"])
         files = array.array("i", STANDARD_FILES)
         server.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
         assert server.recv(1), "the warm process has ended"
+        if own.wait:
+            sys.exit(server.recv(1)[0])  # the program has been killed if there is none
 
 
 def serve(address: str) -> None:
@@ -97,14 +106,14 @@ def serve(address: str) -> None:
                 request, files, _, _ = socket.recv_fds(asking, LARGEST_REQUEST, len(STANDARD_FILES))
                 if len(files) < len(STANDARD_FILES):
                     continue
-                arguments, environment, folder = json.loads(request)
+                arguments, environment, folder, wait = json.loads(request)
                 namespaces = other_namespaces(asking)
+                asking.send(b"1")
                 if os.fork() == 0:
                     listener.close()
-                    become_worker(arguments, environment, folder, files, namespaces)
+                    become(arguments, environment, folder, files, namespaces, asking if wait else None)
                 for file in (*files, *namespaces):
                     os.close(file)
-                asking.send(b"1")
 
 
 def other_namespaces(asking: socket.socket) -> list[int]:
@@ -126,10 +135,16 @@ def enter(namespaces: list[int]) -> None:
         os._exit(0)
 
 
-def become_worker(
-    arguments: list[str], environment: dict[str, str], folder: str, files: list[int], namespaces: list[int]
+def become(
+    arguments: list[str],
+    environment: dict[str, str],
+    folder: str,
+    files: list[int],
+    namespaces: list[int],
+    report: socket.socket | None,
 ) -> None:
-    """Run one of Ray's programs as if this process had been started for it; does not return."""
+    """Run a program as if this process had been started for it, and report its exit status; does not return."""
+    import atexit
     import runpy
     import traceback
 
@@ -141,6 +156,8 @@ def become_worker(
         for file, standard in zip(files, STANDARD_FILES, strict=True):
             os.dup2(file, standard)
             os.close(file)
+        # The inherited objects remember whether the warm process's own files can be searched.
+        sys.stdout, sys.stderr = (open(file, "w", buffering=1, closefd=False) for file in STANDARD_FILES[1:])
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
@@ -153,8 +170,12 @@ def become_worker(
     except BaseException:  # written to the worker's log; the fork must never continue as the server
         traceback.print_exc()
     finally:
+        if report:
+            atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+        if report:
+            report.send(bytes([status]))
         os._exit(status)
 
 

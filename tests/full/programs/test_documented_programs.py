@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import hybridengine
+from tests.full.warm_workers import warm_program
 
 pytestmark = pytest.mark.timeout(1100)
 
@@ -42,7 +43,7 @@ def test_the_examples_import_public_names_only(heading: str) -> None:
 
 
 def test_programs_print_what_the_documentation_says(tmp_path: Path, warm_ray: dict[str, str]) -> None:
-    """The drivers, and the ranks of torchrun, start as a reader's do, and import what they need themselves."""
+    """The driver starts as a reader's does, and imports what it needs itself; ranks are forks of a warm process."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for name, heading in (("driver.py", WITH_RAY), ("ranks.py", ON_RANKS)):
         (tmp_path / name).write_text(program(heading))
@@ -50,6 +51,6 @@ def test_programs_print_what_the_documentation_says(tmp_path: Path, warm_ray: di
     assert "'redundant_bytes': 0" in with_ray
     assert float(re.findall(r"log-prob difference (\S+)", with_ray)[0]) < 1e-3
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    on_ranks = run([*torchrun, "ranks.py"], tmp_path, {})
+    on_ranks = run([*torchrun, "--no-python", *warm_program("ranks.py")], tmp_path, warm_ray)
     tokens = re.findall(r"redundant_bytes=0.*(\[[\d, ]+\])$", on_ranks, re.MULTILINE)
     assert len(tokens) == 2 and len(set(tokens)) == 1 and len(ast.literal_eval(tokens[0])) == 8

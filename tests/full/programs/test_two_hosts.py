@@ -17,6 +17,7 @@ from hybridengine.report.step_rows import read_rows
 from hybridengine.report.timeline import TIMELINE_FILE, read_timeline
 from tests.full.programs.hosts import Host, joined_hosts, needs_root
 from tests.full.tiny_runs import SECTIONS, value
+from tests.full.warm_workers import warm_program
 from tests.gloo.ranks import ENVIRONMENT
 
 pytestmark = [pytest.mark.timeout(600), needs_root]
@@ -79,7 +80,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory, warm_ray: dict[str, str]) -> 
     (folder / "run.yaml").write_text(yaml.safe_dump(SECTIONS | changes))
     with joined_hosts(("first", "second"), ADDRESSES, folder) as hosts:
         start_ray_nodes(hosts, ray)
-        program = [sys.executable, "-c", WRONG_INTERFACE_THEN_TRAIN, folder / "run.yaml"]
+        (folder / "program.py").write_text(WRONG_INTERFACE_THEN_TRAIN)
+        program = warm_program(folder / "program.py", folder / "run.yaml")
         run = hosts[0].run(*program, limit_s=300, env=ray | {"RAY_ADDRESS": CLUSTER})
     return Seen(run, folder / "runs" / "run")
 
