@@ -13,6 +13,9 @@ from xdist.scheduler import LoadScopeScheduling
 settings.register_profile("shared", deadline=None)  # no test depends on time: machines are shared
 settings.load_profile("shared")
 
+# Models are tiny: more threads only wait for one another, and take the time of the other workers' tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # torch's stores resolve loopback addresses: a name server that drops some of the queries costs 5 s for each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
@@ -42,14 +45,16 @@ def folder_of(nodeid: str) -> str:
 
 class FilesOrFolders(LoadScopeScheduling):
     """Distributes files among several workers, but keeps the tests that share a slow start on one worker: Ray and its
-    ranks in tests/full, forkservers in tests/gloo and tests/full/engines.
+    ranks in tests/full, the forkserver of tests/gloo and tests/full/engines.
 
     Runs often wait for processes to start and for limits to expire; the other workers use the cores meanwhile.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         folder = folder_of(nodeid)
-        return nodeid.split("::", 1)[0] if folder == FOLDERS[0] else folder
+        if folder == "tests/unit":
+            return nodeid.split("::", 1)[0]
+        return "tests/full" if folder == "tests/full" else "forkserver"
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -66,6 +71,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Freeze what the test modules have imported, so that the garbage collector does not search it in every test."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Any:
+    """`run_ranks(world_size, function, *args, timeout_s=240)` returns each rank's `function(rank, *args)`."""
+    from tests.gloo.ranks import RankLauncher  # not in the process that hands out tests
+
+    return RankLauncher()
 
 
 def _has_gpu() -> bool:

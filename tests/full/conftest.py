@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import ray
-import torch
 import yaml
 
 from hybridengine.backends.vllm import environment
@@ -30,15 +29,6 @@ from tests.gloo.ranks import ENVIRONMENT
 
 NUM_CPUS = 12
 """Logical CPUs of the cluster: those of the shared pool, and eight for the pools of a test."""
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Limit torch to one thread: reference models are tiny, and more threads would only wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Imported once by this lane's forkserver: imports of the gloo lane's ranks, and vLLM. Nothing here starts a thread."""
+"""Imported once by the process that forks ranks: imports of the gloo lane's ranks, and vLLM."""
 
 from __future__ import annotations
 

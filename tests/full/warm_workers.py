@@ -157,7 +157,7 @@ def become(
             os.dup2(file, standard)
             os.close(file)
         # The inherited objects remember whether the warm process's own files can be searched.
-        sys.stdout, sys.stderr = (open(file, "w", buffering=1, closefd=False) for file in STANDARD_FILES[1:])
+        sys.stdout, sys.stderr = (os.fdopen(file, "w", 1, closefd=False) for file in STANDARD_FILES[1:])
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)

@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from hybridengine.backends.vllm.environment import ON_CPU
 from hybridengine.weights import failure_notes
 
 ROOT = Path(__file__).parents[2]
@@ -43,17 +44,11 @@ class RankLauncher:
     """Runs module-level functions on fresh ranks, each a fork of a process that has already imported everything."""
 
     def __init__(self) -> None:
-        self._context = self._start(["tests.gloo.preload"], ENVIRONMENT)
-
-    @staticmethod
-    def _start(modules: list[str], environment: dict[str, str]) -> Any:
-        """Start a forkserver that has imported these modules, in place of one that other tests have started."""
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(modules)
-        with mock.patch.dict(os.environ, environment):
+        """Start the forkserver, with what vLLM has to find in the environment."""
+        self._context: Any = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.full.preload"])
+        with mock.patch.dict(os.environ, ON_CPU | ENVIRONMENT):
             forkserver.ensure_running()
-        return context
 
     def __call__(
         self,

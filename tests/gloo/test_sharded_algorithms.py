@@ -5,7 +5,7 @@ The tolerance is 1e-5 of the largest value of a column, or of the optimizer step
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -66,15 +66,6 @@ class Seen:
         """Return a dataflow's estimates from all rows, computed in this process."""
         rows = on_ranks.numbered(slice_rows(self.rows, range(NUM_ROWS)))
         return on_ranks.estimate(run_of(case, ONE_RANK, self.policy, self.scorer), rows, ONE_PROCESS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Limit this process to one thread: with models this small, more threads only wait for one another."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

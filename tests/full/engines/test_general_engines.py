@@ -13,7 +13,7 @@ from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 from tests.full.engines.engine_ranks import NEW_TOKENS, PROMPTS, fill_engine
-from tests.full.engines.vllm_ranks import VllmRankLauncher
+from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model
 
 
@@ -48,7 +48,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_engines_hold_what_their_layout_says_and_generate_as_transformers(
-    case: Case, tmp_path: Path, run_vllm_ranks: VllmRankLauncher
+    case: Case, tmp_path: Path, run_ranks: RankLauncher
 ) -> None:
     sizes: dict[str, Any] = {
         "head_dim": 32,
@@ -58,7 +58,7 @@ def test_engines_hold_what_their_layout_says_and_generate_as_transformers(
         "eos_token_id": None,  # all responses have the same length
     }
     model = write_model(tmp_path, case.family, case.tied, **sizes)
-    ranks = run_vllm_ranks(4, fill_engine, tmp_path, case.generation)
+    ranks = run_ranks(4, fill_engine, tmp_path, case.generation)
     assert sorted({seen.replica for seen in ranks}) == list(range(case.generation.num_replicas))
     for seen in ranks:
         assert seen.differing == []

@@ -25,7 +25,7 @@ from tests.full.engines.hybrid_rounds import (
     measure_memory,
     prompts_of,
 )
-from tests.full.engines.vllm_ranks import VllmRankLauncher
+from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model
 
 TOLERANCE = 1e-4
@@ -76,7 +76,7 @@ class Lived:
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
 def lived(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run_vllm_ranks: VllmRankLauncher
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run_ranks: RankLauncher
 ) -> Lived:
     """Return all ranks' outcomes of a case; the ranks are started once for all tests of the case."""
     case: Case = request.param
@@ -85,7 +85,7 @@ def lived(
     hidden_size = 256 if case.family in ("qwen2", "phi3") else 64
     sizes: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 256, "hidden_size": hidden_size}
     before = write_model(folder / "model", case.family, case.tied, **sizes)
-    ranks = run_vllm_ranks(
+    ranks = run_ranks(
         case.num_ranks,
         live_through_rounds,
         folder / "model",
@@ -199,7 +199,7 @@ def test_a_switch_costs_what_the_layouts_say(lived: Lived, number: int):
             assert abs(after - before) < 16 * MEBIBYTE
 
 
-def test_memory_goes_back_to_the_system(tmp_path: Path, run_vllm_ranks: VllmRankLauncher):
+def test_memory_goes_back_to_the_system(tmp_path: Path, run_ranks: RankLauncher):
     """Resident sets with 227 MB of weights: a quarter and its gradients in training, all of them in generation."""
     sizes: dict[str, Any] = {
         "hidden_size": 768,
@@ -208,7 +208,7 @@ def test_memory_goes_back_to_the_system(tmp_path: Path, run_vllm_ranks: VllmRank
         "head_dim": 96,
     }
     write_model(tmp_path / "model", "llama", **sizes)
-    for seen in run_vllm_ranks(4, measure_memory, tmp_path / "model", "2-2-1", "1-1"):
+    for seen in run_ranks(4, measure_memory, tmp_path / "model", "2-2-1", "1-1"):
         trained = seen.training_bytes + seen.gradient_bytes
         assert trained < 0.6 * seen.generating_bytes
         for training, generating in zip(seen.resident_training, seen.resident_generating, strict=True):

@@ -23,7 +23,7 @@ from hybridengine.cli.main import main
 from hybridengine.config import load_config
 from hybridengine.training.files import convert_gguf
 from tests.full.engines.engine_ranks import plain_vllm_answers
-from tests.full.engines.vllm_ranks import VllmRankLauncher
+from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model
 
 pytestmark = pytest.mark.timeout(1000)
@@ -129,13 +129,13 @@ def test_card_and_tokenizer_come_along(converted: Converted) -> None:
 
 
 def test_transformers_and_vllm_load_the_export_and_give_the_same_tokens(
-    converted: Converted, run_vllm_ranks: VllmRankLauncher
+    converted: Converted, run_ranks: RankLauncher
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(converted.exported)
     prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
     expected = greedy(converted.exported, prompts)
     assert "Paris" in tokenizer.decode(expected[0])
-    (found,) = run_vllm_ranks(1, plain_vllm_answers, converted.exported, prompts, NUM_TOKENS)
+    (found,) = run_ranks(1, plain_vllm_answers, converted.exported, prompts, NUM_TOKENS)
     assert found == expected
 
 

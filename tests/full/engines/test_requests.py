@@ -19,7 +19,7 @@ from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 from tests.full.engines.request_ranks import NEW_TOKENS, PROMPTS, TRUNCATED, Seen, exercise_engine, word
-from tests.full.engines.vllm_ranks import VllmRankLauncher
+from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model
 
 pytestmark = pytest.mark.timeout(600)
@@ -43,10 +43,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["1-2", "2-1"])
-def ranks(request: pytest.FixtureRequest, model: Path, run_vllm_ranks: VllmRankLauncher) -> list[Seen]:
+def ranks(request: pytest.FixtureRequest, model: Path, run_ranks: RankLauncher) -> list[Seen]:
     train = "2-1-1" if request.param == "2-1" else "1-2-1"
     generation = GenerationGrid(Grid(TrainSizes.parse(train)), GenSizes.parse(request.param))
-    return run_vllm_ranks(2, exercise_engine, model, generation)
+    return run_ranks(2, exercise_engine, model, generation)
 
 
 def tokens_of(responses: list[Response]) -> list[list[int]]:

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hybridengine.config import load_config
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
-from tests.full.engines.vllm_ranks import VllmRankLauncher
 from tests.full.engines.worker_ranks import NUM_ROWS, STOP_TOKEN, rollout_of, run_all_roles
+from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model
 
 TOLERANCE = 1e-4
@@ -59,7 +59,7 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory, run_vllm_ranks: VllmRankLauncher) -> Seen:
+def seen(tmp_path_factory: pytest.TempPathFactory, run_ranks: RankLauncher) -> Seen:
     folder = tmp_path_factory.mktemp("workers")
     policy = write_model(folder / "policy", "qwen3", tied=True, **SIZES)
     build_arithmetic_tokenizer().save_pretrained(folder / "policy")
@@ -74,7 +74,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory, run_vllm_ranks: VllmRankLaunc
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(sections))
     run = load_config(folder / "run.yaml")
-    by_rank = run_vllm_ranks(4, run_all_roles, run, folder / "policy", folder / "scorer")
+    by_rank = run_ranks(4, run_all_roles, run, folder / "policy", folder / "scorer")
     saved = AutoModelForCausalLM.from_pretrained(run.run_folder / "saved", dtype=torch.float32)
     return Seen(by_rank[0], rollout_of(run), policy, scorer, saved)
 

@@ -6,16 +6,6 @@ import os
 
 import torch.distributed as dist
 
-from hybridengine.backends.vllm import environment
-from tests.gloo.ranks import ENVIRONMENT, RankLauncher
-
-
-class VllmRankLauncher(RankLauncher):
-    """A `RankLauncher` whose forkserver has also imported vLLM and the workers."""
-
-    def __init__(self) -> None:
-        self._context = self._start(["tests.full.preload"], environment.ON_CPU | ENVIRONMENT)
-
 
 def take_place(rank: int) -> str:
     """Set the variables that a launcher sets for `rank` and vLLM reads; return the name of this world."""

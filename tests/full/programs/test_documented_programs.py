@@ -28,7 +28,7 @@ def program(heading: str) -> str:
 
 
 def run(command: list[str], folder: Path, variables: dict[str, str]) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
