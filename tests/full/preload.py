@@ -20,6 +20,8 @@ with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), nothi
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm import LLM, SamplingParams  # noqa: F401
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.logger import configure_logging_if_needed
     from vllm.platforms import current_platform
 
     import hybridengine.drivers.advantages  # noqa: F401
@@ -33,6 +35,9 @@ with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), nothi
 
     for family in FAMILIES:
         importlib.import_module(f"vllm.model_executor.models.{family}")
+
+    # An engine configures all loggers, which takes a while where there are thousands: once, for all.
+    configure_logging_if_needed(EngineArgs().create_logging_config())
 
     # An engine replaces Triton's kernels where there is no Triton, which takes it longer than all else: once, for all.
     current_platform.register_triton_kernel_overrides()

@@ -43,11 +43,11 @@ def test_the_examples_import_public_names_only(heading: str) -> None:
 
 
 def test_programs_print_what_the_documentation_says(tmp_path: Path, warm_ray: dict[str, str]) -> None:
-    """The driver starts as a reader's does, and imports what it needs itself; ranks are forks of a warm process."""
+    """The driver and the ranks are forks of a warm process; torchrun itself starts as a reader starts it."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for name, heading in (("driver.py", WITH_RAY), ("ranks.py", ON_RANKS)):
         (tmp_path / name).write_text(program(heading))
-    with_ray = run([sys.executable, "driver.py"], tmp_path, warm_ray)
+    with_ray = run(warm_program("driver.py"), tmp_path, warm_ray)
     assert "'redundant_bytes': 0" in with_ray
     assert float(re.findall(r"log-prob difference (\S+)", with_ray)[0]) < 1e-3
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

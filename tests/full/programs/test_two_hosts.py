@@ -73,8 +73,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory, warm_ray: dict[str, str]) -> 
     folder, ray = tmp_path_factory.mktemp("hosts"), RAY | warm_ray
     changes = {
         "run": SECTIONS["run"] | {"steps": 1, "folder": str(folder / "runs")},
-        "cluster": {"ranks_per_node": [2, 2], "address": CLUSTER},
-        "actor": SECTIONS["actor"] | {"generate": "2-2"},  # over both hosts, as are vLLM's own groups then
+        "cluster": {"ranks_per_node": [1, 1], "address": CLUSTER},
+        "actor": SECTIONS["actor"]
+        | {"parallel": "1-2-1", "generate": "2-1"},  # vLLM's own groups span hosts too
+        "critic": SECTIONS["critic"] | {"parallel": "2-1-1"},
+        "reference": {"parallel": "1-1-2"},
         "timeouts": {"start_s": 120, "call_s": 120},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(SECTIONS | changes))
@@ -92,7 +95,7 @@ def test_a_run_over_two_hosts_trains(seen: Seen) -> None:
     assert [row[keys.STEP] for row in rows] == [0, 1]
     assert value(rows[1], keys.LOG_PROB_ABS_DIFF_MAX) < 1e-3
     spans = read_timeline(seen.folder / TIMELINE_FILE).spans
-    assert {(span.rank, span.node) for span in spans} == {(rank, ADDRESSES[rank // 2]) for rank in range(4)}
+    assert {(span.rank, span.node) for span in spans} == {(rank, ADDRESSES[rank]) for rank in range(2)}
 
 
 def test_ranks_that_do_not_meet_say_where_they_are_in_one_line(seen: Seen) -> None:
