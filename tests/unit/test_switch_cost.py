@@ -192,7 +192,6 @@ def test_70b_on_1024_ranks_by_the_papers_formula() -> None:
     ("name", "train", "gen", "num_domains"),
     [
         ("llama3-70b", "8-8-16", "1-8", 128),
-        ("llama3-405b", "16-8-128", "2-8", 2048),
         ("llama3-8b", "1-8-256", "1-2", 512),
     ],
 )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -69,16 +67,3 @@ def _cut(parameter: LocalParameter, tensors: dict[str, Tensor]) -> Tensor:
         box = tuple(slice(*ends) for ends in piece.box)
         values[tuple(slice(*ends) for ends in piece.local_box)] = tensors[piece.tensor][box]
     return values
-
-
-def plain_vllm_answers(rank: int, folder: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """Return the greedy responses of vLLM as its users start it, without anything of this project."""
-    from vllm import LLM, SamplingParams  # only the ranks have imported them already
-
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    engine = LLM(
-        model=str(folder), dtype="float32", max_model_len=128, enforce_eager=True, disable_log_stats=True
-    )
-    asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
-    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens)
-    return [list(answer.outputs[0].token_ids) for answer in engine.generate(asked, sampling, use_tqdm=False)]
