@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import logging
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -28,9 +29,7 @@ QUIET_RAY = {
 
 START_ATTEMPTS = 3
 """Number of attempts to start Ray on this machine, whose processes have 30 s: too short on a busy machine."""
-CONNECT_LIMIT_S = 10.0
-"""Time limit for a cluster's port to answer."""
-RESERVE_TIMEOUT_S, RESERVE_POLL_S = 60.0, 0.2
+CONNECT_LIMIT_S, RESERVE_TIMEOUT_S, RESERVE_POLL_S = 10.0, 60.0, 0.2
 """Time limit for nodes that another job or a recently closed pool still holds, and polling interval."""
 PIN_TIMEOUT_S = 5.0
 """Time limit for reserving nodes that appeared free."""
@@ -65,8 +64,7 @@ def start_ray(num_cpus: int | None = None, num_gpus: int | None = None) -> None:
         if os.environ.get("RAY_ADDRESS") or _live_nodes():
             return
         ray.shutdown()
-    for name, value in QUIET_RAY.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(QUIET_RAY | dict(os.environ))
     with _own_sigterm():
         if os.environ.get("RAY_ADDRESS"):
             _connect(os.environ["RAY_ADDRESS"])
@@ -76,7 +74,7 @@ def start_ray(num_cpus: int | None = None, num_gpus: int | None = None) -> None:
 
 @contextlib.contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM while Ray starts: Ray's own ends the process with status 15."""
+    """Keep this process's handler of SIGTERM while Ray starts: Ray's two end the process, one aborts it after 3 s."""
     from ray._private import utils
 
     before, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda _: None
@@ -84,6 +82,8 @@ def _own_sigterm() -> Iterator[None]:
         yield
     finally:
         utils.set_sigterm_handler = before
+        with contextlib.suppress(ValueError):  # in another thread than the main one
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
 
 
 def _start_local(num_cpus: int | None, num_gpus: int | None) -> None:

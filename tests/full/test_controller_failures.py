@@ -224,7 +224,10 @@ def waits(options):
     start_ray(num_cpus=1, num_gpus=0)
     with tempfile.TemporaryDirectory(dir=sys.argv[1]):
         print("there", flush=True)
-        ray.get(ray.remote(lambda: time.sleep(60)).remote())
+        try:
+            ray.get(ray.remote(lambda: time.sleep(60)).remote())
+        finally:
+            time.sleep(4)
 parser = argparse.ArgumentParser()
 parser.set_defaults(run=waits)
 command_line._parser = lambda: parser
@@ -234,7 +237,7 @@ sys.exit(command_line.main([]))
 
 
 def test_a_command_that_is_told_to_terminate_tidies_up(tmp_path: Path) -> None:
-    """A scheduler ends a job this way. Ray has its own handler, which aborts."""
+    """A scheduler ends a job this way. Ray has its own handlers; one aborts a process that takes longer than 3 s."""
     command = [sys.executable, "-c", SLEEPER, str(tmp_path)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]

@@ -86,8 +86,7 @@ class BackgroundSave:
         self._random = random_states(tracked)
         self._ranks = trainer.groups.intra_dist_opt
         self._agree_on(refused)
-        made = dist.new_group(timeout=LONGEST_SAVE, backend="gloo")
-        self._own_group = cast(dist.ProcessGroup, made)
+        self._own_group = cast(dist.ProcessGroup, dist.new_group(timeout=LONGEST_SAVE, backend="gloo"))
         self._given_up, self._has_written = threading.Event(), threading.Event()
         self._outcome: bool | CheckpointError = False
         self._thread = threading.Thread(target=self._write, args=(planner,), name="checkpoint", daemon=True)
@@ -146,6 +145,7 @@ class BackgroundSave:
 
     def some_rank_writes(self) -> bool:
         """Return True if any rank is still writing, even if it was abandoned. Collective."""
+        self._thread.join(10.0 if self._outcome else 0.0)  # a save that has ended only frees what it holds
         return any(_gathered(self._thread.is_alive(), self._ranks))
 
 
