@@ -203,7 +203,7 @@ def test_the_single_file_counts_where_an_index_is_beside_it_as_in_transformers(t
     assert {tensor.file for tensor in tensors_of(tmp_path).values()} == {file}
 
 
-@pytest.mark.parametrize("name", ["../other/model.safetensors", "/tmp/model.safetensors", "sub/x", "..", ""])
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/model.safetensors", "sub/x", "..", ""])
 def test_an_index_names_files_of_its_own_folder(tmp_path: Path, name: str) -> None:
     write_checkpoint(tmp_path / "other")
     write_checkpoint(tmp_path / "model", shards=2)

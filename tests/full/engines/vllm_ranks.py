@@ -1,4 +1,4 @@
-"""Ranks with vLLM: fresh processes for every generation grid, because a process has only one set of vLLM's groups."""
+"""The place of a rank with vLLM: each generation grid has fresh ranks, because a process has one set of vLLM's groups."""
 
 from __future__ import annotations
 

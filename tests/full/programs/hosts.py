@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from ray._common.utils import get_default_ray_temp_dir
 
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter"))),
@@ -22,7 +23,7 @@ needs_root = pytest.mark.skipif(
 )
 
 NAMESPACES = ("--net", "--pid", "--mount", "--uts")
-RAY_FOLDER = "/tmp/ray"
+RAY_FOLDER = get_default_ray_temp_dir()
 BECOME = f"""set -e
 hostname "$1"
 mount --bind "$2/hosts" /etc/hosts

@@ -74,8 +74,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory, warm_ray: dict[str, str]) -> 
     changes = {
         "run": SECTIONS["run"] | {"steps": 1, "folder": str(folder / "runs")},
         "cluster": {"ranks_per_node": [1, 1], "address": CLUSTER},
-        "actor": SECTIONS["actor"]
-        | {"parallel": "1-2-1", "generate": "2-1"},  # vLLM's own groups span hosts too
+        # vLLM's own groups are over both hosts too.
+        "actor": SECTIONS["actor"] | {"parallel": "1-2-1", "generate": "2-1"},
         "critic": SECTIONS["critic"] | {"parallel": "2-1-1"},
         "reference": {"parallel": "1-1-2"},
         "timeouts": {"start_s": 120, "call_s": 120},
