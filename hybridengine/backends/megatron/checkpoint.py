@@ -144,8 +144,8 @@ class BackgroundSave:
         )
 
     def some_rank_writes(self) -> bool:
-        """Return True if any rank is still writing, even if it was abandoned. Collective."""
-        self._thread.join(10.0 if self._outcome else 0.0)  # a save that has ended only frees what it holds
+        """Return True if any rank is still writing, even if it was abandoned; when one ends, all do. Collective."""
+        self._thread.join(10.0 if any(_gathered(bool(self._outcome), self._ranks)) else 0.0)
         return any(_gathered(self._thread.is_alive(), self._ranks))
 
 
