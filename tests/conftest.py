@@ -1,14 +1,28 @@
-"""Order and selection of the tests: quick ones first, or last among several workers; `gpu` ones only on a GPU."""
+"""Order and selection of the tests: quick ones first, or last among several workers; `gpu` ones only on a GPU.
+
+The workers of `-n` are forks of one warm process, which imports for all of them.
+"""
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import os
+import shlex
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
+
+from hybridengine.backends.vllm.environment import ON_CPU
+from hybridengine.importing import nothing_collected
+from tests import warm_workers
+
+imports = contextlib.ExitStack()
+"""Closed when the tests are collected."""
+imports.enter_context(nothing_collected())
 
 settings.register_profile("shared", deadline=None)  # no test depends on time: machines are shared
 settings.load_profile("shared")
@@ -67,10 +81,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesOrFolde
     return FilesOrFolders(config, log)
 
 
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Start the warm process from which the workers are forked; it ends with this process."""
+    imports.close()  # this process collects no tests
+    ends = contextlib.ExitStack()
+    config.add_cleanup(ends.close)
+    folder = ends.enter_context(tempfile.TemporaryDirectory())
+    os.environ |= ends.enter_context(warm_workers.warm_workers(Path(folder), ON_CPU))
+    for spec in specs:
+        spec.python = shlex.join(warm_workers.warm_program())
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Freeze what the test modules have imported, so that the garbage collector does not search it in every test."""
-    gc.collect()
-    gc.freeze()
+    imports.close()
 
 
 @pytest.fixture(scope="session")

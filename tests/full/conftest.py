@@ -23,8 +23,7 @@ from hybridengine.report.step_rows import read_rows
 from hybridengine.training.run import train
 from tests.full.probe_workers import ProbeWorker
 from tests.full.tiny_runs import SECTIONS, Run
-from tests.full.warm_workers import warm_workers
-from tests.gloo import preload  # noqa: F401  # before the test modules, which import the same without its filter
+from tests.warm_workers import warm_workers
 from tests.gloo.ranks import ENVIRONMENT
 
 NUM_CPUS = 12

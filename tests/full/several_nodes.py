@@ -31,7 +31,7 @@ from hybridengine.doctor.judging import RunNeeds
 from hybridengine.doctor.node_facts import node_facts
 from hybridengine.training.run import train
 from tests.full.probe_workers import ProbeWorker
-from tests.full.warm_workers import with_warm_workers
+from tests.warm_workers import with_warm_workers
 
 JOINED = ("127.0.0.10", "127.0.0.2", "127.0.0.9")
 CPUS_PER_NODE = 5

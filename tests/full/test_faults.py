@@ -29,7 +29,7 @@ from hybridengine.report import keys
 from hybridengine.report.step_rows import Row, latest_rows, read_rows
 from hybridengine.training.stopping import StopRequest
 from tests.full.tiny_runs import SECTIONS, computed
-from tests.full.warm_workers import warm_program
+from tests.warm_workers import warm_program
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -302,16 +302,17 @@ def test_a_cluster_that_no_longer_has_the_ranks_ends_the_run_with_both_reasons(
 def killed_at_the_end(command: list[str], variables: dict[str, str]) -> Iterator[None]:
     """Run a command, and kill it and everything that it has started when the context closes.
 
-    They are children of the process of `warm_workers`, which this process has started.
+    They are children of the warm process, which others have children of.
     """
-    before = set(descendants(os.getpid()))
+    warm = int(variables["WARM_WORKERS_PROCESS"])
+    before = set(descendants(warm))
     nothing = subprocess.DEVNULL
     with subprocess.Popen(command, stdout=nothing, stderr=nothing, cwd=ROOT, env=os.environ | variables):
         try:
             yield
         finally:
             processes = []
-            for pid in set(descendants(os.getpid())) - before:
+            for pid in set(descendants(warm)) - before:
                 with contextlib.suppress(ProcessLookupError):
                     processes.append(os.pidfd_open(pid))
                     signal.pidfd_send_signal(processes[-1], signal.SIGKILL)

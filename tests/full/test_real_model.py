@@ -24,7 +24,7 @@ from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.cli.main import main
 from hybridengine.config import load_config
 from hybridengine.training.files import convert_gguf
-from tests.full.warm_workers import warm_program
+from tests.warm_workers import warm_program
 from tests.gloo.tiny_models import write_model
 
 pytestmark = pytest.mark.timeout(1000)

@@ -22,7 +22,7 @@ from hybridengine.report.timeline import TIMELINE_FILE, Span, read_timeline
 from tests.full.probe_workers import WIDE_BYTES
 from tests.full.several_nodes import NUM_ROWS
 from tests.full.tiny_runs import SECTIONS, Run, value
-from tests.full.warm_workers import warm_program
+from tests.warm_workers import warm_program
 
 pytestmark = pytest.mark.timeout(900)
 

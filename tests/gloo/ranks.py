@@ -46,7 +46,7 @@ class RankLauncher:
     def __init__(self) -> None:
         """Start the forkserver, with what vLLM has to find in the environment."""
         self._context: Any = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.full.preload"])
+        self._context.set_forkserver_preload(["tests.preload"])
         with mock.patch.dict(os.environ, ON_CPU | ENVIRONMENT):
             forkserver.ensure_running()
 

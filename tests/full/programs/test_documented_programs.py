@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import hybridengine
-from tests.full.warm_workers import warm_program
+from tests.warm_workers import warm_program
 
 pytestmark = pytest.mark.timeout(1100)
 

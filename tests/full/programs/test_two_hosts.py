@@ -17,7 +17,7 @@ from hybridengine.report.step_rows import read_rows
 from hybridengine.report.timeline import TIMELINE_FILE, read_timeline
 from tests.full.programs.hosts import Host, joined_hosts, needs_root
 from tests.full.tiny_runs import SECTIONS, value
-from tests.full.warm_workers import warm_program
+from tests.warm_workers import warm_program
 from tests.gloo.ranks import ENVIRONMENT
 
 pytestmark = [pytest.mark.timeout(600), needs_root]
@@ -27,7 +27,7 @@ PORT = 6379
 CLUSTER = f"{ADDRESSES[0]}:{PORT}"
 RAY = QUIET_RAY | {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": ENVIRONMENT["PYTHONPATH"]}
 START_RAY = """
-from tests.full.warm_workers import with_warm_workers
+from tests.warm_workers import with_warm_workers
 with_warm_workers(None)
 from ray.scripts.scripts import main
 main()

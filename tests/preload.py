@@ -1,4 +1,5 @@
-"""Imported once by the process that forks ranks: imports of the gloo lane's ranks, and vLLM."""
+"""Imported once by the processes that fork ranks and test workers: Megatron-core, vLLM, and what ranks import of the
+tests. Test modules are left to pytest, which rewrites their assertions."""
 
 from __future__ import annotations
 
@@ -6,13 +7,17 @@ import contextlib
 import importlib
 import io
 import warnings
+from pathlib import Path
 
 from hybridengine.importing import nothing_collected
 
+# Without collection, ranks neither search the objects imported here nor copy their pages.
 with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), nothing_collected():
-    warnings.simplefilter("ignore")
+    warnings.simplefilter("ignore")  # Megatron-core warns six times that there is no GPU
 
     import pydantic.v1  # noqa: F401  # imported by Ray in every worker otherwise
+    import pytest  # noqa: F401  # a rank imports the module of the function that it runs, and that imports pytest
+    import safetensors.torch  # noqa: F401
     import vllm.entrypoints.launchers.cli_args
     import vllm.model_executor.layers.quantization.online.base
     import vllm.v1.attention.backends.cpu_attn
@@ -34,7 +39,13 @@ with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), nothi
     from hybridengine.families.registry import FAMILIES
 
     for family in FAMILIES:
+        importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         importlib.import_module(f"vllm.model_executor.models.{family}")
+
+    for folder in ("tests.gloo", "tests.full.engines"):
+        for file in Path(__file__).parents[1].joinpath(*folder.split(".")).glob("*.py"):
+            if not file.stem.startswith(("test_", "conftest")):
+                importlib.import_module(f"{folder}.{file.stem}")
 
     # An engine configures all loggers, which takes a while where there are thousands: once, for all.
     configure_logging_if_needed(EngineArgs().create_logging_config())

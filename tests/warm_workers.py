@@ -1,5 +1,6 @@
 """Ray's workers, and other programs, as forks of a process that has imported everything: a rank with vLLM spends nine
-tenths of its start on imports, and the tests start many.
+tenths of its start on imports, and the tests start many. The processes among which pytest distributes tests are such
+programs too.
 
 Ray starts a worker with a program that sets up its environment. Here that is this file, which imports no packages: it
 sends the worker's arguments, environment and open files to the warm process, which forks, and the fork runs Ray's own
@@ -35,10 +36,11 @@ NAMESPACES = ("net", "uts", "pid", "mnt")
 def warm_workers(folder: Path, environment: dict[str, str]) -> Iterator[dict[str, str]]:
     """Start a warm process with `environment`; yield the variables with which `ray.init` starts its workers from it.
 
-    The folder's path must be short enough for a socket.
+    It is a fork itself if this process knows another one. The folder's path must be short enough for a socket.
     """
     address = folder / "workers"
-    command = [sys.executable, "-m", "tests.full.warm_workers", str(address)]
+    known = [__file__] if "WARM_WORKERS" in os.environ else []
+    command = [sys.executable, *known, "-m", "tests.warm_workers", str(address)]
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -48,14 +50,16 @@ def warm_workers(folder: Path, environment: dict[str, str]) -> Iterator[dict[str
     ) as server:
         assert server.stdin is not None and server.stdout is not None
         try:
-            assert server.stdout.readline() == b"ready\n", "the warm process has ended before it was ready"
-            yield {"RAY_RUNTIME_ENV_HOOK": f"{__name__}.with_warm_workers", "WARM_WORKERS": str(address)}
+            process = server.stdout.readline().decode().strip()
+            assert process, "the warm process has ended before it was ready"
+            hook = {"RAY_RUNTIME_ENV_HOOK": f"{__name__}.with_warm_workers"}
+            yield hook | {"WARM_WORKERS": str(address), "WARM_WORKERS_PROCESS": process}
         finally:
             server.stdin.close()  # the server ends when its standard input closes
 
 
 def warm_program(*command: object) -> list[str]:
-    """Return the command that runs a Python program as a fork of the warm process, where `warm_workers` has said so."""
+    """Return the command that runs Python with these arguments as a fork of the process that `WARM_WORKERS` names."""
     return [sys.executable, __file__, "--wait", *map(str, command)]
 
 
@@ -74,6 +78,7 @@ def start_one(arguments: list[str]) -> None:
     setup.add_argument("--serialized-runtime-env-context", default="{}")
     setup.add_argument("--language")
     setup.add_argument("--wait", action="store_true")
+    setup.add_argument("-u", action="store_true")  # a fork's output is written line by line
     own, arguments = setup.parse_known_args(arguments)
     variables = dict(os.environ) | json.loads(own.serialized_runtime_env_context).get("env_vars", {})
     request = json.dumps([arguments, variables, os.getcwd(), own.wait]).encode()
@@ -91,14 +96,14 @@ def serve(address: str) -> None:
     import select
 
     sys.modules["ray"] = None  # type: ignore[assignment]  # it reads the environment while it is imported: not here
-    import tests.full.preload  # noqa: F401
+    import tests.preload  # noqa: F401
 
     del sys.modules["ray"]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
         listener.listen(64)
-        os.write(sys.stdout.fileno(), b"ready\n")
+        os.write(sys.stdout.fileno(), b"%d\n" % os.getpid())
         while listener in select.select([listener, sys.stdin], [], [])[0]:
             asking, _ = listener.accept()
             with asking, contextlib.suppress(OSError):  # the asking process may be killed at any point
@@ -149,6 +154,7 @@ def become(
     import traceback
 
     status = 1
+    atexit._clear()  # what the imports have registered is for the end of the warm process
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         enter(namespaces)
@@ -161,9 +167,17 @@ def become(
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
-        sys.argv = arguments
-        sys.path.insert(0, str(Path(arguments[0]).parent))
-        runpy.run_path(arguments[0], run_name="__main__")
+        match arguments:
+            case ["-c", program]:
+                sys.argv = ["-c"]
+                exec(program, {"__name__": "__main__"})
+            case ["-m", module, *_]:
+                sys.argv = arguments[1:]
+                runpy.run_module(module, run_name="__main__")
+            case _:
+                sys.argv = arguments
+                sys.path.insert(0, str(Path(arguments[0]).parent))
+                runpy.run_path(arguments[0], run_name="__main__")
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -182,5 +196,6 @@ def become(
 if __name__ == "__main__":
     if __package__:
         serve(sys.argv[1])
+        os._exit(0)  # some modules report what they leak
     else:
         start_one(sys.argv[1:])
