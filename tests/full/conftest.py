@@ -23,8 +23,8 @@ from hybridengine.report.step_rows import read_rows
 from hybridengine.training.run import train
 from tests.full.probe_workers import ProbeWorker
 from tests.full.tiny_runs import SECTIONS, Run
-from tests.warm_workers import warm_workers
 from tests.gloo.ranks import ENVIRONMENT
+from tests.warm_workers import warm_workers
 
 NUM_CPUS = 12
 """Logical CPUs of the cluster: those of the shared pool, and eight for the pools of a test."""

@@ -56,10 +56,14 @@ def test_roles_of_different_sizes_share_the_processes(actor: WorkerGroup, critic
     ]
 
 
-def test_a_run_on_one_machine_listens_at_loopback_only(actor: WorkerGroup) -> None:
+def test_a_run_on_one_machine_listens_at_loopback_only(actor: WorkerGroup, warm_ray: dict[str, str]) -> None:
     actor.tp_sum(1.0).get()
     listening = {}
-    for process in (own := psutil.Process(), *own.children(recursive=True)):
+    own, warm = (
+        psutil.Process(),
+        psutil.Process(int(warm_ray["WARM_WORKERS_PROCESS"])),
+    )  # the parent of the ranks
+    for process in (own, *own.children(recursive=True), *warm.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
             for one in process.net_connections("tcp"):
                 if one.status == psutil.CONN_LISTEN:

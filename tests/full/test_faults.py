@@ -8,7 +8,6 @@ import hashlib
 import io
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from safetensors.torch import load_file
@@ -304,31 +304,18 @@ def killed_at_the_end(command: list[str], variables: dict[str, str]) -> Iterator
 
     They are children of the warm process, which others have children of.
     """
-    warm = int(variables["WARM_WORKERS_PROCESS"])
-    before = set(descendants(warm))
+    warm = psutil.Process(int(variables["WARM_WORKERS_PROCESS"]))
+    before = set(warm.children(recursive=True))
     nothing = subprocess.DEVNULL
     with subprocess.Popen(command, stdout=nothing, stderr=nothing, cwd=ROOT, env=os.environ | variables):
         try:
             yield
         finally:
-            processes = []
-            for pid in set(descendants(warm)) - before:
-                with contextlib.suppress(ProcessLookupError):
-                    processes.append(os.pidfd_open(pid))
-                    signal.pidfd_send_signal(processes[-1], signal.SIGKILL)
+            processes = set(warm.children(recursive=True)) - before
             for process in processes:
-                select.select([process], [], [], LIMIT_S)  # until it has ended
-                os.close(process)
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the children of a process, their children, and so on."""
-    found = [
-        int(child)
-        for file in Path(f"/proc/{pid}/task").glob("*/children")
-        for child in file.read_text().split()
-    ]
-    return [*found, *(one for child in found for one in descendants(child))]
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(processes, timeout=LIMIT_S)
 
 
 def test_who_asks_to_stop_while_the_model_is_saved_has_it_and_may_go_on_with_other_batches(

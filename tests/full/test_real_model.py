@@ -24,8 +24,8 @@ from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.cli.main import main
 from hybridengine.config import load_config
 from hybridengine.training.files import convert_gguf
-from tests.warm_workers import warm_program
 from tests.gloo.tiny_models import write_model
+from tests.warm_workers import warm_program
 
 pytestmark = pytest.mark.timeout(1000)
 

@@ -17,8 +17,8 @@ from hybridengine.report.step_rows import read_rows
 from hybridengine.report.timeline import TIMELINE_FILE, read_timeline
 from tests.full.programs.hosts import Host, joined_hosts, needs_root
 from tests.full.tiny_runs import SECTIONS, value
-from tests.warm_workers import warm_program
 from tests.gloo.ranks import ENVIRONMENT
+from tests.warm_workers import warm_program
 
 pytestmark = [pytest.mark.timeout(600), needs_root]
 
