@@ -27,6 +27,7 @@ from hybridengine.serving.store import (
     LIVE,
     POISONED,
     QUEUED,
+    Checkpoint,
     ClientSession,
     Model,
     Request,
@@ -97,8 +98,10 @@ class Room:
         for request in self.store.queued():
             if request.kind == "sample":
                 self._samples.append(request.id)
+            elif request.owner == self._holder:
+                self._waiting[request.seq_id] = time.monotonic()
             else:
-                self._waiting[request.seq_id] = time.monotonic()  # requests of other models have failed
+                self._fail([request.id], RequestError(_gone(self.store.get(Model, request.owner))))
         self._thread.start()
 
     def close(self) -> None:
@@ -307,7 +310,7 @@ class Room:
             self._restore()
             while not self._closing:
                 with self._changed:
-                    self._changed.wait_for(self._has_work, timeout=1.0)
+                    self._changed.wait_for(self._has_work, timeout=min(1.0, self._limits.gap_s))
                     samples = self._collect()
                 if samples:
                     self._sample(samples)
@@ -380,17 +383,22 @@ class Room:
 
     def _advance(self, request: Request, outcome: Outcome | None) -> None:
         """Store an outcome, the rows that belong to it and the model's place in one transaction."""
+        old_folder = None  # of a checkpoint that is replaced
         with self.store.transaction() as transaction:
             model = transaction.get_one(Model, request.owner)
             model.seq_id = request.seq_id
             if outcome is not None:
                 for row in outcome.rows:
+                    replaced = transaction.get(Checkpoint, row.path) if isinstance(row, Checkpoint) else None
+                    old_folder = replaced.folder if replaced else old_folder
                     transaction.merge(row)
                 if request.kind in ("optim_step", "load_weights"):
                     model.step += 1
                 if request.kind in CHANGES:
                     model.gradients = request.kind == "forward_backward"
                 _finish(transaction.get_one(Request, request.id), outcome.result)
+        if old_folder is not None:
+            shutil.rmtree(old_folder, ignore_errors=True)
         if self._holder == request.owner:
             del self._waiting[request.seq_id]
             self._next_seq_id = request.seq_id + 1

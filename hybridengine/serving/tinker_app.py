@@ -15,7 +15,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from tinker import types
 
-from hybridengine.errors import RequestError
+from hybridengine.errors import ConfigError, RequestError
 from hybridengine.serving.ranks import ModelFacts
 from hybridengine.serving.room import Room
 from hybridengine.serving.store import FAILED, QUEUED, Checkpoint, Model, Request, Sampler
@@ -51,7 +51,13 @@ def create_app(
     """Return the app that serves `room`, which it starts and closes; clients need `api_key`, which begins with "tml-".
 
     `hold_s` is the time after which a call that waits for a result is told to try again.
+
+    Raises: ConfigError if the SDK would refuse the key.
     """
+    if not api_key.startswith("tml-"):
+        raise ConfigError(
+            "the API key does not begin with 'tml-', as the Tinker SDK demands; choose tml-SOMETHING"
+        )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

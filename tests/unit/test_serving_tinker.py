@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import threading
 import time
@@ -18,9 +19,12 @@ import torch
 import uvicorn
 from tinker import types
 
+from hybridengine.errors import ConfigError
+from hybridengine.serving.ranks import LossRow
 from hybridengine.serving.room import Limits, Room
 from hybridengine.serving.store import Request, Store
 from hybridengine.serving.tinker_app import create_app
+from hybridengine.serving.tinker_wire import MAX_BODY_BYTES
 from tests.unit.serving_ranks import VOCABULARY, TableRanks, log_softmax
 
 KEY = "tml-test"
@@ -29,18 +33,21 @@ KEY = "tml-test"
 class Server:
     """A server on a free port, with a database and checkpoints in `folder`."""
 
-    def __init__(self, folder: Path, ranks: TableRanks, **settings: float) -> None:
+    def __init__(
+        self, folder: Path, ranks: TableRanks, *, port: int = 0, quiet_s: float = 0.01, hold_s: float = 40.0
+    ) -> None:
         self.store = Store(f"sqlite:///{folder}/server.db")
-        self.room = Room(ranks, self.store, folder / "checkpoints", Limits(quiet_s=0.1))
-        app = create_app(self.room, KEY, **settings)
+        self.room = Room(ranks, self.store, folder / "checkpoints", Limits(quiet_s=quiet_s))
+        app = create_app(self.room, KEY, hold_s=hold_s)
         self._server = uvicorn.Server(
-            uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1)
+            uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1)
         )
         self._thread = threading.Thread(target=self._server.run)
         self._thread.start()
         while not self._server.started:
             time.sleep(0.005)
-        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+        self.port: int = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
 
     def stop(self) -> None:
         self._server.should_exit = True
@@ -54,6 +61,12 @@ class Server:
             yield client
         finally:
             client.close("success").result()
+
+
+@pytest.fixture(autouse=True)
+def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep clients from a thread and calls that a test does not need."""
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
 
 
 @pytest.fixture
@@ -81,6 +94,9 @@ def training(client: tinker.ServiceClient) -> tinker.TrainingClient:
 
 PROMPT = types.ModelInput.from_ints([1, 2])
 DATA = [row([1, 2, 3], [2, 3, 4], [0.0, 1.0, 1.0])]
+ROWS = [
+    LossRow(np.array([1, 2, 3]), {"target_tokens": np.array([2, 3, 4]), "weights": np.array([0.0, 1.0, 1.0])})
+]
 
 
 def test_a_client_trains_samples_saves_and_loads(server: Server, ranks: TableRanks) -> None:
@@ -100,7 +116,7 @@ def test_a_client_trains_samples_saves_and_loads(server: Server, ranks: TableRan
         table[3, 4] += 1
         assert ranks.table == pytest.approx(table)
 
-        sampler = model.save_weights_and_get_sampling_client()
+        sampler = model.save_weights_and_get_sampling_client().result()
         params = types.SamplingParams(max_tokens=2, temperature=0.0, stop=[4])
         drawn = sampler.sample(
             PROMPT,
@@ -157,14 +173,16 @@ def test_a_custom_loss_and_parts_that_arrive_first_last(server: Server, ranks: T
         assert ranks.gradient[0, 1] == pytest.approx(-2 * np.log(VOCABULARY) * (1 - 1 / VOCABULARY))
 
 
-def test_samples_that_arrive_together_are_one_call(server: Server, ranks: TableRanks) -> None:
+def test_samples_that_arrive_together_are_one_call(tmp_path: Path, ranks: TableRanks) -> None:
+    server = Server(tmp_path, ranks, quiet_s=0.3)
     with server.client() as client:
-        sampler = training(client).save_weights_and_get_sampling_client()
+        sampler = training(client).save_weights_and_get_sampling_client().result()
         params = types.SamplingParams(max_tokens=4)
         futures = [sampler.sample(PROMPT, num_samples=1, sampling_params=params) for _ in range(32)]
         drawn = {tuple(future.result().sequences[0].tokens) for future in futures}
         assert len(drawn) > 1  # seeds differ
         assert ranks.calls == ["begin_model", "sample 32 live"]
+    server.stop()
 
 
 def test_a_sampler_is_frozen(server: Server, ranks: TableRanks) -> None:
@@ -173,7 +191,7 @@ def test_a_sampler_is_frozen(server: Server, ranks: TableRanks) -> None:
         model = training(client)
         model.forward_backward(DATA, "cross_entropy").result()
         model.optim_step(types.AdamParams(learning_rate=1.0)).result()
-        frozen = model.save_weights_and_get_sampling_client()
+        frozen = model.save_weights_and_get_sampling_client().result()
         named = model.save_weights_for_sampler("kept").result().path
         model.forward_backward([row([2], [7], [9.0])], "cross_entropy").result()
         model.optim_step(types.AdamParams(learning_rate=1.0)).result()
@@ -183,7 +201,7 @@ def test_a_sampler_is_frozen(server: Server, ranks: TableRanks) -> None:
         ) as caught:
             frozen.sample(PROMPT, 1, params).result()
         assert caught.value.category == "user"
-        newest = model.save_weights_and_get_sampling_client()
+        newest = model.save_weights_and_get_sampling_client().result()
         assert newest.sample(PROMPT, 1, params).result().sequences[0].tokens == [7]
         kept = client.create_sampling_client(model_path=named).result()
         assert kept.sample(PROMPT, 1, params).result().sequences[0].tokens == [3]
@@ -193,29 +211,29 @@ def test_a_sampler_is_frozen(server: Server, ranks: TableRanks) -> None:
         assert ranks.calls[-1] == "sample 1 base"
 
 
-def test_a_restart_goes_on_where_the_server_was(tmp_path: Path, ranks: TableRanks) -> None:
+def test_a_client_survives_a_restart_of_the_server(tmp_path: Path, ranks: TableRanks) -> None:
     first = Server(tmp_path, ranks)
     client = tinker.ServiceClient(base_url=first.url, api_key=KEY)
     model = training(client)
     adam = types.AdamParams(learning_rate=1.0)
+    for _ in range(2):
+        model.forward_backward(DATA, "cross_entropy").result()
+        model.optim_step(adam).result()
+        saved = model.save_state(f"step-{len(ranks.calls)}").result().path
     model.forward_backward(DATA, "cross_entropy").result()
-    model.optim_step(adam).result()
-    model.save_state("kept").result()
-    model.forward_backward(DATA, "cross_entropy").result()
-    model.optim_step(adam).result()
-    model.forward_backward(DATA, "cross_entropy").result()
-    table, gradient = ranks.table.copy(), ranks.gradient.copy()
     first.stop()
 
     fresh = TableRanks()
-    second = Server(tmp_path, fresh)
-    key = f"{model.model_id}:3"
-    assert post(second, "retrieve_future", {"request_id": key})["path"].endswith("/weights/kept")
-    step = {"model_id": model.model_id, "seq_id": 7, "adam_params": {"learning_rate": 0.0}}
-    assert "metrics" in post(second, "retrieve_future", post(second, "optim_step", step))
-    assert fresh.calls == ["load optimizer=True", *["forward_backward", "optim_step"] * 2]
-    assert fresh.table == pytest.approx(table)
-    assert np.abs(gradient).sum() > 0
+    second = Server(tmp_path, fresh, port=first.port)
+    model.optim_step(adam).result()
+    assert fresh.calls == ["load optimizer=True", "forward_backward", "optim_step"]
+    expected = TableRanks()
+    for _ in range(3):
+        expected.forward_backward([*ROWS], "cross_entropy", {}, True)
+        expected.optim_step(adam)
+    assert fresh.table == pytest.approx(expected.table)
+    assert post(second, "weights_info", {"tinker_path": saved}) == {"base_model": "tiny", "is_lora": False}
+    client.close("success").result()
     second.stop()
 
 
@@ -249,6 +267,17 @@ def test_calls_that_are_refused(server: Server) -> None:
     )
     with pytest.raises(urllib.error.HTTPError, match="413"):
         urllib.request.urlopen(announced)
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
+        endless = (bytes(2**20) for _ in range(2 + MAX_BODY_BYTES // 2**20))
+        with contextlib.suppress(ConnectionError):  # the server need not read to the end
+            connection.request("POST", "/api/v1/asample", endless, {"X-API-Key": KEY}, encode_chunked=True)
+        assert connection.getresponse().status == 413
+
+
+def test_a_key_that_the_sdk_refuses_is_an_error(tmp_path: Path) -> None:
+    room = Room(TableRanks(), Store(f"sqlite:///{tmp_path}/server.db"), tmp_path)
+    with pytest.raises(ConfigError, match="does not begin with 'tml-'"):
+        create_app(room, "secret")
 
 
 def test_an_unknown_sdk_is_warned(server: Server) -> None:
