@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import shutil
@@ -24,6 +25,8 @@ from hybridengine.serving.tinker_wire import (
     encode_sampled,
     parse,
 )
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -108,6 +111,8 @@ class Execution:
             drawn = [encode_sampled(sampled) for sampled in self.ranks.sample([*prompts.values()], weights)]
             return dict(zip(prompts, drawn, strict=True))
         except Exception as error:  # the server stays, and each client learns of it
+            if not isinstance(error, RequestError):
+                logger.exception("sampling failed")
             if not isinstance(error, RequestError) or len(prompts) == 1:
                 return dict.fromkeys(prompts, error)
         # the ranks refuse one of them: the others are not to blame

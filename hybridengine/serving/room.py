@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import select
 from tinker import types
 
-from hybridengine.errors import RequestError
+from hybridengine.errors import HybridEngineError, RequestError
 from hybridengine.serving.execution import Execution, Outcome, sampler_id
 from hybridengine.serving.ranks import Ranks
 from hybridengine.serving.store import (
@@ -76,9 +76,8 @@ class Room:
         self._execution = Execution(ranks, store, folder)
         self._limits = limits or Limits()
         self._newest = newest
-        self._changed = (
-            threading.Condition()
-        )  # guards what follows, and is not held during calls of the ranks
+        # guards what follows, and is not held during calls of the ranks
+        self._changed = threading.Condition()
         self._closing = False
         self._holder: str | None = None
         self._next_seq_id = 0
@@ -147,12 +146,12 @@ class Room:
 
     def load_model(self, message: types.LoadWeightsRequest, body: bytes) -> str:
         """Return the id of the request that gives the ranks to a model that begins at a checkpoint."""
-        self._execution.check_model(message.base_model, message.optimizer_config)
-        self._execution.checkpoint(message.path)
-        if message.model_id is not None:
+        if message.model_id is not None:  # of a model that exists: what is wrong with it is found in its turn
             return self.submit(message.model_id, message.seq_id, "load_weights", body)
         if message.session_id is None or message.model_seq_id is None:
             raise RequestError("load_weights needs session_id and model_seq_id, or model_id and seq_id")
+        self._execution.check_model(message.base_model, message.optimizer_config)
+        self._execution.checkpoint(message.path)
         return self._begin(message.session_id, message.model_seq_id, "load_weights", body)
 
     def create_sampler(self, message: types.CreateSamplingSessionRequest) -> str:
@@ -265,7 +264,7 @@ class Room:
         model = self.store.get(Model, self._holder)
         session = self.store.get(ClientSession, model.session_id)
         age_s = time.time() - session.heartbeat_s
-        if age_s < self._limits.heartbeat_s:
+        if age_s < self._limits.heartbeat_s and not session.ended:
             raise RequestError(
                 f"model {model.id} holds the ranks, which train one model at a time, and its client sent a heartbeat"
                 f" {age_s:.0f} s ago; close that ServiceClient, or stop it and wait {self._limits.heartbeat_s:.0f} s"
@@ -289,16 +288,15 @@ class Room:
                     _finish(transaction.get_one(Request, request_id), error)
             self._complete(request_ids)
 
-    def _end(self, model_id: str, state: str, reason: str) -> None:
+    def _end(self, model_id: str, state: str, reason: str, user: bool = True) -> None:
         """Take the ranks from a model, and fail its requests that are not done."""
         with self._changed:
             self.store.update(Model, model_id, state=state, reason=reason)
             pending = self.store.all(
                 select(Request).where(Request.owner == model_id, Request.state == QUEUED)
             )
-            self._fail(
-                [request.id for request in pending], RequestError(_gone(self.store.get(Model, model_id)))
-            )
+            error = (RequestError if user else HybridEngineError)(_gone(self.store.get(Model, model_id)))
+            self._fail([request.id for request in pending], error)
             if self._holder == model_id:
                 self._holder = None
                 self._waiting.clear()
@@ -312,14 +310,14 @@ class Room:
                 with self._changed:
                     self._changed.wait_for(self._has_work, timeout=min(1.0, self._limits.gap_s))
                     samples = self._collect()
+                    holder = self.store.get(Model, self._holder) if samples and self._holder else None
                 if samples:
-                    self._sample(samples)
+                    self._sample(samples, holder)
                 with self._changed:
-                    model_id = (
-                        self._holder if self._next_seq_id in self._waiting and not self._closing else None
-                    )
-                if model_id is not None:
-                    self._carry_out(f"{model_id}:{self._next_seq_id}")
+                    ready = self._next_seq_id in self._waiting and not self._closing
+                    request_id = f"{self._holder}:{self._next_seq_id}"
+                if ready:
+                    self._carry_out(request_id)
                 self._upkeep()
         except BaseException as error:
             self.failure = error
@@ -330,15 +328,14 @@ class Room:
         return self._closing or bool(self._samples) or self._next_seq_id in self._waiting
 
     def _restore(self) -> None:
-        if self._holder is None:
+        model_id = self._holder
+        if model_id is None:
             return
         try:
-            self._execution.restore(self._holder)
+            self._execution.restore(model_id)
         except Exception as error:  # the server stays: other models can be created
-            logger.exception("model %s cannot be resumed", self._holder)
-            self._end(
-                self._holder, POISONED, f"it could not be resumed after a restart of the server: {error}"
-            )
+            logger.exception("model %s cannot be resumed", model_id)
+            self._end(model_id, POISONED, f"it could not be resumed after a restart of the server: {error}")
 
     def _collect(self) -> list[str]:
         """Return all sampling requests, after a wait for those that arrive at the same time."""
@@ -352,9 +349,8 @@ class Room:
         collected, self._samples = self._samples, []
         return collected
 
-    def _sample(self, request_ids: Sequence[str]) -> None:
+    def _sample(self, request_ids: Sequence[str], holder: Model | None) -> None:
         requests = [self.store.get(Request, request_id) for request_id in request_ids]
-        holder = self.store.find(Model, self._holder) if self._holder else None
         results = self._execution.sample(requests, holder, self._newest)
         with self._changed:
             with self.store.transaction() as transaction:
@@ -369,11 +365,14 @@ class Room:
         try:
             outcome = self._execution.carry_out(request)
         except Exception as error:  # the server stays; the client of this model learns of it
+            user = isinstance(error, RequestError)
+            if not user:
+                logger.exception("%s of %s failed", request.kind, request.owner)
             with self._changed:
                 self._fail([request.id], error)
                 if request.kind in CHANGES:  # what follows relies on it
                     reason = f"{request.kind} with seq_id={request.seq_id} failed: {error}"
-                    self._end(request.owner, POISONED, reason)
+                    self._end(request.owner, POISONED, reason, user)
                 else:
                     self._advance(request, None)
         else:
@@ -431,8 +430,7 @@ def _finish(request: Request, result: bytes | Exception) -> None:
     if isinstance(result, bytes):
         request.state, request.result = DONE, result
         return
-    user = isinstance(result, RequestError)
-    if not user:
-        logger.error("%s of %s failed", request.kind, request.owner, exc_info=result)
-    request.state, request.category = FAILED, "user" if user else "server"
-    request.error = str(result) if user else f"{type(result).__name__}: {result}"
+    request.state = FAILED
+    request.category = "user" if isinstance(result, RequestError) else "server"
+    ours = isinstance(result, HybridEngineError)
+    request.error = str(result) if ours else f"{type(result).__name__}: {result}"
