@@ -173,6 +173,19 @@ class Room:
                 self.store.add(sampler)
         return key
 
+    def delete_checkpoint(self, path: str) -> None:
+        """Remove a checkpoint and its files; raise RequestError if a restart needs it."""
+        with self._changed:
+            checkpoint = self._execution.checkpoint(path)
+            base = self.store.replay(self._holder).checkpoint if self._holder else None
+            if base is not None and base.path == path:
+                raise RequestError(
+                    f"checkpoint {path} is where model {self._holder} would be resumed; save another one first"
+                )
+            with self.store.transaction() as transaction:
+                transaction.delete(checkpoint)
+        shutil.rmtree(checkpoint.folder, ignore_errors=True)
+
     def submit(self, owner: str, seq_id: int | None, kind: str, body: bytes) -> str:
         """Accept a request of a model or (`sample`) of a sampler, and return its id; a retry returns the first one's.
 

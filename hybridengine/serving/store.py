@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import sqlalchemy
-from sqlalchemy import JSON, ForeignKey, LargeBinary, UniqueConstraint, event, select
+from sqlalchemy import JSON, BigInteger, ForeignKey, LargeBinary, UniqueConstraint, event, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
 from sqlalchemy.orm import Session as Transaction
 
@@ -23,7 +23,11 @@ CHANGES = ("create_model", "forward_backward", "optim_step", "load_weights")
 
 
 class Base(DeclarativeBase):
-    type_annotation_map: ClassVar = {dict[str, Any]: JSON, bytes: LargeBinary}
+    type_annotation_map: ClassVar = {
+        dict[str, Any]: JSON,
+        bytes: LargeBinary,
+        int: BigInteger,  # copies of a sampler number their requests from n * 10**9, n up to 10**9
+    }
 
 
 class ClientSession(Base):

@@ -224,6 +224,11 @@ def _add_models(api: APIRouter, room: Room, limit: int) -> None:
         ]
         return {"checkpoints": listed}
 
+    @api.delete("/training_runs/{model_id}/checkpoints/{checkpoint_id:path}")
+    def delete_checkpoint(model_id: str, checkpoint_id: str) -> dict[str, str]:
+        room.delete_checkpoint(f"tinker://{model_id}/{checkpoint_id}")
+        return {}
+
 
 def _model(facts: ModelFacts) -> dict[str, Any]:
     return {

@@ -36,6 +36,8 @@ class TableRanks:
         self.facts = ModelFacts("tiny", "tiny", VOCABULARY, 32, "table")
         self.calls: list[str] = []
         """Methods in the order of their calls; `sample` with the number of prompts and the weights."""
+        self.asked: list[str] = []
+        """Methods whose calls have begun."""
         self.error: Exception | None = None
         """Raised by the next call."""
         self.free = threading.Event()
@@ -95,6 +97,7 @@ class TableRanks:
         self.gradient[:] = 0
 
     def _called(self, name: str) -> None:
+        self.asked.append(name)
         assert self.free.wait(20)
         self.calls.append(name)
         error, self.error = self.error, None

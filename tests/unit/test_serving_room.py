@@ -17,7 +17,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from hybridengine.errors import RequestError
 from hybridengine.serving.ranks import Ranks
 from hybridengine.serving.room import Limits, Room
-from hybridengine.serving.store import Checkpoint, Model, Request, Store
+from hybridengine.serving.store import Checkpoint, ClientSession, Model, Request, Store
 from tests.unit.serving_ranks import TableRanks
 
 
@@ -150,12 +150,12 @@ def test_a_retry_gets_the_first_result(rooms: Rooms) -> None:
 
 def test_a_client_without_heartbeats_loses_the_ranks(rooms: Rooms) -> None:
     ranks = TableRanks()
-    room = rooms.start(ranks, heartbeat_s=0.3)
+    room = rooms.start(ranks)
     model = begin(room)
     sampling = sampler(room, model, 1)
     with pytest.raises(RequestError, match=f"model {model} holds the ranks, which train one model at a time"):
         begin(room)
-    time.sleep(0.3)
+    rooms.store.update(ClientSession, model.partition(":")[0], heartbeat_s=time.time() - 61)
     second = begin(room)
     with pytest.raises(
         RequestError, match=f"model {model} no longer holds the ranks: its client sent no heartbeat"
@@ -188,7 +188,7 @@ def test_samplers_that_move_with_the_model(rooms: Rooms) -> None:
 
 def test_a_prompt_that_the_ranks_refuse_fails_alone(rooms: Rooms) -> None:
     ranks = TableRanks()
-    room = rooms.start(ranks, quiet_s=0.2)
+    room = rooms.start(ranks, quiet_s=0.5)
     sampling = sampler(room, begin(room), 1)
     good = room.submit(sampling, 0, "sample", prompt())
     bad = room.submit(sampling, 1, "sample", prompt(top_p=0.5))

@@ -9,7 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,11 +33,9 @@ KEY = "tml-test"
 class Server:
     """A server on a free port, with a database and checkpoints in `folder`."""
 
-    def __init__(
-        self, folder: Path, ranks: TableRanks, *, port: int = 0, quiet_s: float = 0.01, hold_s: float = 40.0
-    ) -> None:
+    def __init__(self, folder: Path, ranks: TableRanks, *, port: int = 0, hold_s: float = 40.0) -> None:
         self.store = Store(f"sqlite:///{folder}/server.db")
-        self.room = Room(ranks, self.store, folder / "checkpoints", Limits(quiet_s=quiet_s))
+        self.room = Room(ranks, self.store, folder / "checkpoints", Limits(quiet_s=0.01))
         app = create_app(self.room, KEY, hold_s=hold_s)
         self._server = uvicorn.Server(
             uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1)
@@ -90,6 +88,13 @@ def row(tokens: list[int], targets: list[int], weights: list[float]) -> types.Da
 
 def training(client: tinker.ServiceClient) -> tinker.TrainingClient:
     return client.create_lora_training_client("tiny", rank=0).result()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 PROMPT = types.ModelInput.from_ints([1, 2])
@@ -145,10 +150,20 @@ def test_a_client_trains_samples_saves_and_loads(server: Server, ranks: TableRan
         assert ranks.table != pytest.approx(table)
 
     with server.client() as client:
+        rest = tinker.RestClient(base_url=server.url, api_key=KEY)
+        (listed,) = rest.list_checkpoints(model.model_id).result().checkpoints
+        assert (listed.tinker_path, listed.checkpoint_type) == (saved, "training")
         again = client.create_training_client_from_state_with_optimizer(saved).result()
         assert ranks.table == pytest.approx(table)
         assert again.forward(DATA, "cross_entropy").result().metrics["loss:sum"] < 2 * np.log(VOCABULARY)
         assert ranks.calls[-2:] == ["load optimizer=True", "forward"]
+        own = [again.save_state(name).result().path for name in ("a", "b")]
+        with pytest.raises(tinker.BadRequestError, match=f"is where model {again.model_id} would be resumed"):
+            rest.delete_checkpoint_from_tinker_path(own[1]).result()
+        rest.delete_checkpoint_from_tinker_path(own[0]).result()
+        assert [
+            each.tinker_path for each in rest.list_checkpoints(again.model_id).result().checkpoints
+        ] == own[1:]
 
 
 def test_a_custom_loss_and_parts_that_arrive_first_last(server: Server, ranks: TableRanks) -> None:
@@ -173,16 +188,21 @@ def test_a_custom_loss_and_parts_that_arrive_first_last(server: Server, ranks: T
         assert ranks.gradient[0, 1] == pytest.approx(-2 * np.log(VOCABULARY) * (1 - 1 / VOCABULARY))
 
 
-def test_samples_that_arrive_together_are_one_call(tmp_path: Path, ranks: TableRanks) -> None:
-    server = Server(tmp_path, ranks, quiet_s=0.3)
+def test_samples_that_wait_together_are_one_call(server: Server, ranks: TableRanks) -> None:
     with server.client() as client:
-        sampler = training(client).save_weights_and_get_sampling_client().result()
+        model = training(client)
+        sampler = model.save_weights_and_get_sampling_client().result()
         params = types.SamplingParams(max_tokens=4)
+        ranks.free.clear()
+        passed = model.forward(DATA, "cross_entropy")
+        wait_for(lambda: "forward" in ranks.asked)
         futures = [sampler.sample(PROMPT, num_samples=1, sampling_params=params) for _ in range(32)]
+        wait_for(lambda: len(server.store.queued()) == 33)
+        ranks.free.set()
         drawn = {tuple(future.result().sequences[0].tokens) for future in futures}
         assert len(drawn) > 1  # seeds differ
-        assert ranks.calls == ["begin_model", "sample 32 live"]
-    server.stop()
+        assert passed.result().metrics
+        assert ranks.calls == ["begin_model", "forward", "sample 32 live"]
 
 
 def test_a_sampler_is_frozen(server: Server, ranks: TableRanks) -> None:
@@ -338,9 +358,7 @@ def test_a_wait_for_a_result_ends_with_try_again(tmp_path: Path, ranks: TableRan
         ranks.free.clear()
         passed = model.forward_backward(DATA, "cross_entropy")
         key = f"{model.model_id}:1"
-        deadline = time.monotonic() + 10
-        while server.store.find(Request, key) is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(lambda: server.store.find(Request, key) is not None)
         answer = post(server, "retrieve_future", {"request_id": key})
         assert answer == {"type": "try_again", "request_id": key, "queue_state": "active"}
         ranks.free.set()
