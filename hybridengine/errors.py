@@ -88,6 +88,12 @@ class WorkerTimeoutError(WorkerError):
     """A group call timed out; the message names the operation and the ranks that have not answered."""
 
 
+class RequestError(HybridEngineError):
+    """A request to the server is invalid or comes at a wrong time: the client has to change it, not send it again."""
+
+    exit_status = 2
+
+
 def raise_all(problems: Iterable[str], error: type[HybridEngineError] = ConfigError) -> None:
     """Raise one `error` that lists every problem; do nothing if there are none."""
     found = list(dict.fromkeys(problems))

@@ -1,0 +1,1 @@
+"""The server for Tinker clients: wire format, bookkeeping, order of requests, HTTP."""

@@ -1,0 +1,236 @@
+"""What each kind of request does on the ranks, and the rows that it leaves in the store."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tinker import types
+
+from hybridengine.errors import RequestError
+from hybridengine.serving.ranks import Prompt, Ranks, Weights
+from hybridengine.serving.store import Base, Checkpoint, Model, Request, Sampler, Store
+from hybridengine.serving.tinker_wire import (
+    decode_forward_backward,
+    decode_prompt,
+    encode_passed,
+    encode_sampled,
+    parse,
+)
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class Outcome(NamedTuple):
+    """Result of a request, and the rows to store together with it."""
+
+    result: bytes
+    rows: tuple[Base, ...] = ()
+
+
+class Execution:
+    """Carries requests of models out on the ranks, and keeps saved weights under `folder`."""
+
+    def __init__(self, ranks: Ranks, store: Store, folder: Path) -> None:
+        self.ranks = ranks
+        self.store = store
+        self.folder = folder
+        self._methods = {
+            "create_model": self._create_model,
+            "forward": self._forward_backward,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save_weights": self._save_weights,
+            "save_weights_for_sampler": self._save_weights_for_sampler,
+            "load_weights": self._load_weights,
+        }
+
+    def carry_out(self, request: Request) -> Outcome:
+        """Carry a request of a model out; raise RequestError if the client has to change it."""
+        if request.kind not in self._methods:
+            raise RequestError(f"{request.kind} is not served; served are {', '.join(self._methods)}")
+        return self._methods[request.kind](request)
+
+    def check_model(self, base_model: str | None, optimizer: types.OptimizerConfig | None) -> None:
+        """Raise RequestError unless this server has that model and optimizer."""
+        served = self.ranks.facts.name
+        if base_model is not None and base_model != served:
+            raise RequestError(f"base_model={base_model!r} is not served; this server has {served!r}")
+        if optimizer is not None and optimizer.type != "adamw":
+            raise RequestError(f"optimizer type={optimizer.type!r} is not served; choose adamw")
+
+    def checkpoint(self, path: str) -> Checkpoint:
+        """Return the checkpoint at a tinker:// path; raise RequestError if there is none."""
+        found = self.store.find(Checkpoint, path)
+        if found is None:
+            raise RequestError(
+                f"checkpoint {path!r} does not exist or has expired; give the path that a save returned"
+            )
+        return found
+
+    def restore(self, model_id: str) -> None:
+        """Give the ranks what a model had after its last request that was done: its checkpoint, and all changes since."""
+        replay = self.store.replay(model_id)
+        if replay.checkpoint is not None:
+            self.ranks.load(Path(replay.checkpoint.folder), True)
+        for request in replay.again:
+            self.carry_out(request)
+
+    def sample(
+        self, requests: Sequence[Request], holder: Model | None, newest: bool
+    ) -> Mapping[str, bytes | Exception]:
+        """Carry sampling requests out, all of the same weights in one call, and return a result or an error for each.
+
+        `holder` is the model on the ranks; with `newest`, samplers of it that are out of date get its newest weights.
+        """
+        results: dict[str, bytes | Exception] = {}
+        groups: dict[Weights, dict[str, Prompt]] = defaultdict(dict)
+        for request in requests:
+            try:
+                message = parse(types.SampleRequest, request.body)
+                weights = self._weights(self.store.get(Sampler, request.owner), holder, newest)
+                groups[weights][request.id] = decode_prompt(message, self.ranks.facts, request.id)
+            except RequestError as error:
+                results[request.id] = error
+        for weights, prompts in groups.items():
+            results |= self._draw(prompts, weights)
+        return results
+
+    def _draw(self, prompts: Mapping[str, Prompt], weights: Weights) -> Mapping[str, bytes | Exception]:
+        try:
+            drawn = [encode_sampled(sampled) for sampled in self.ranks.sample([*prompts.values()], weights)]
+            return dict(zip(prompts, drawn, strict=True))
+        except Exception as error:  # the server stays, and each client learns of it
+            if not isinstance(error, RequestError):
+                logger.exception("sampling failed")
+            if not isinstance(error, RequestError) or len(prompts) == 1:
+                return dict.fromkeys(prompts, error)
+        # the ranks refuse one of them: the others are not to blame
+        return {
+            key: result
+            for each in prompts.items()
+            for key, result in self._draw(dict([each]), weights).items()
+        }
+
+    def _weights(self, sampler: Sampler, holder: Model | None, newest: bool) -> Weights:
+        """Return the weights that a sampler means; raise RequestError if they are neither on the ranks nor saved."""
+        if sampler.model_id is None:
+            return "base"
+        live = holder if holder is not None and holder.id == sampler.model_id else None
+        if live is not None and sampler.step in (None, live.step):
+            return "live"
+        if sampler.checkpoint is not None:
+            return Path(self.checkpoint(sampler.checkpoint).folder)
+        if live is not None and newest:
+            return "live"
+        held = "newest weights" if sampler.step is None else f"weights of step {sampler.step}"
+        now = f"is at step {live.step}" if live else f"{sampler.model_id} no longer holds the ranks"
+        raise RequestError(
+            f"sampler {sampler.id} holds the {held}, the model {now}; save a new sampler, or save weights under a"
+            " name and sample from that checkpoint"
+        )
+
+    def _create_model(self, request: Request) -> Outcome:
+        self.ranks.begin_model()
+        return _json({"type": "create_model", "model_id": request.owner})
+
+    def _forward_backward(self, request: Request) -> Outcome:
+        decoded = decode_forward_backward(request.body, self.ranks.facts)
+        passed = self.ranks.forward_backward(decoded.rows, decoded.loss, decoded.settings, decoded.backward)
+        return Outcome(encode_passed(passed))
+
+    def _optim_step(self, request: Request) -> Outcome:
+        adam = parse(types.OptimStepRequest, request.body).optim_params
+        if not isinstance(adam, types.AdamParams):
+            raise RequestError(f"optimizer_params type={adam.type!r} is not served; send adam_params")
+        for name, value in adam.model_dump().items():
+            below = 1.0 if name in ("beta1", "beta2") else math.inf
+            if not 0 <= value < below:
+                raise RequestError(f"adam_params.{name}={value} must be at least 0 and below {below}")
+        return _json({"metrics": {name: float(value) for name, value in self.ranks.optim_step(adam).items()}})
+
+    def _load_weights(self, request: Request) -> Outcome:
+        message = parse(types.LoadWeightsRequest, request.body)
+        checkpoint = self.checkpoint(message.path)
+        if checkpoint.kind != "training":
+            raise RequestError(
+                f"{message.path} has weights for sampling only; load what save_weights (save_state) wrote"
+            )
+        self.ranks.load(Path(checkpoint.folder), message.optimizer)
+        return _json({"type": "load_weights", "path": message.path, "model_id": request.owner})
+
+    def _save_weights(self, request: Request) -> Outcome:
+        message = parse(types.SaveWeightsRequest, request.body)
+        saved = self._save(request, "training", message.path, message.ttl_seconds, message.overwrite)
+        return _json({"type": "save_weights", "path": saved.path}, saved)
+
+    def _save_weights_for_sampler(self, request: Request) -> Outcome:
+        message = parse(types.SaveWeightsForSamplerRequest, request.body)
+        if message.sampling_session_seq_id is None:
+            saved = self._save(request, "sampler", message.path, message.ttl_seconds, overwrite=False)
+            return _json({"type": "save_weights_for_sampler", "path": saved.path}, saved)
+        model = self.store.get(Model, request.owner)
+        sampler = Sampler(
+            id=sampler_id(model.session_id, message.sampling_session_seq_id),
+            session_id=model.session_id,
+            base_model=model.base_model,
+            model_id=model.id,
+            step=model.step if message.kind == "snapshot" else None,
+        )
+        return _json({"type": "save_weights_for_sampler", "sampling_session_id": sampler.id}, sampler)
+
+    def _save(
+        self, request: Request, kind: str, name: str | None, ttl_s: int | None, overwrite: bool
+    ) -> Checkpoint:
+        """Save under a folder of this request's own, so that a crash leaves earlier checkpoints as they were."""
+        name = name or f"{request.seq_id:06d}"
+        if not _NAME.fullmatch(name):
+            raise RequestError(
+                f"path={name!r} must be a name of at most 128 letters, digits, '.', '_' and '-' that begins with a letter"
+                " or digit"
+            )
+        part = {"training": "weights", "sampler": "sampler_weights"}[kind]
+        path = f"tinker://{request.owner}/{part}/{name}"
+        if not overwrite and self.store.find(Checkpoint, path) is not None:
+            raise RequestError(
+                f"checkpoint {path} exists; choose another name, or save_weights with overwrite=true"
+            )
+        folder = self.folder / request.owner.replace(":", "-") / part / f"{name}-seq{request.seq_id:06d}"
+        partial = folder.with_name(f".{folder.name}.partial")
+        for remains in (partial, folder):
+            shutil.rmtree(remains, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        (self.ranks.save if kind == "training" else self.ranks.save_sampler)(partial)
+        partial.rename(folder)
+        model = self.store.get(Model, request.owner)
+        return Checkpoint(
+            path=path,
+            folder=str(folder),
+            kind=kind,
+            model_id=model.id,
+            base_model=model.base_model,
+            seq_id=request.seq_id,
+            step=model.step,
+            resumable=not model.gradients,
+            created_s=time.time(),
+            expires_s=None if ttl_s is None else time.time() + ttl_s,
+        )
+
+
+def sampler_id(session_id: str, seq_id: int) -> str:
+    """Return the id of a sampling session, which a client and a training client of the same session count together."""
+    return f"{session_id}:sample:{seq_id}"
+
+
+def _json(result: Mapping[str, Any], *rows: Base) -> Outcome:
+    return Outcome(json.dumps(result).encode(), rows)

@@ -1,0 +1,251 @@
+"""Sessions, models, samplers, requests and checkpoints of a server, in a database that a restart reads."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import sqlalchemy
+from sqlalchemy import JSON, BigInteger, ForeignKey, LargeBinary, UniqueConstraint, event, select
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
+from sqlalchemy.orm import Session as Transaction
+
+from hybridengine.errors import RequestError
+
+QUEUED, DONE, FAILED = "queued", "done", "failed"
+LIVE, POISONED, ENDED = "live", "poisoned", "ended"
+CHANGES = ("create_model", "forward_backward", "optim_step", "load_weights")
+"""Kinds of requests that change weights, gradients or optimizer, and so are carried out again after a restart."""
+
+
+class Base(DeclarativeBase):
+    type_annotation_map: ClassVar = {
+        dict[str, Any]: JSON,
+        bytes: LargeBinary,
+        int: BigInteger,  # copies of a sampler number their requests from n * 10**9, n up to 10**9
+    }
+
+
+class ClientSession(Base):
+    """A client's session; it is over when it has ended or its heartbeats have stopped."""
+
+    __tablename__ = "sessions"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    client: Mapped[dict[str, Any]]
+    """What the client says about itself: tags, metadata, SDK version."""
+    created_s: Mapped[float] = mapped_column(default=time.time)
+    heartbeat_s: Mapped[float] = mapped_column(default=time.time)
+    ended: Mapped[bool] = mapped_column(default=False)
+
+
+class Model(Base):
+    """A model in training."""
+
+    __tablename__ = "models"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    """`{session}:train:{model_seq_id}`, as clients expect it."""
+    session_id: Mapped[str] = mapped_column(ForeignKey("sessions.id"))
+    model_seq_id: Mapped[int]
+    base_model: Mapped[str]
+    lora_rank: Mapped[int] = mapped_column(default=0)
+    seq_id: Mapped[int] = mapped_column(default=-1)
+    """Last request that was carried out; 0 creates the model."""
+    step: Mapped[int] = mapped_column(default=0)
+    """Number of times that the weights have changed: optimizer steps and loads."""
+    gradients: Mapped[bool] = mapped_column(default=False)
+    """True if gradients wait for their optimizer step."""
+    state: Mapped[str] = mapped_column(default=LIVE)
+    reason: Mapped[str | None]
+    """Why the model is no longer live."""
+    created_s: Mapped[float] = mapped_column(default=time.time)
+
+
+class Sampler(Base):
+    """A sampling session: which weights its requests want."""
+
+    __tablename__ = "samplers"
+    id: Mapped[str] = mapped_column(primary_key=True)
+    session_id: Mapped[str] = mapped_column(ForeignKey("sessions.id"))
+    base_model: Mapped[str]
+    model_id: Mapped[str | None] = mapped_column(ForeignKey("models.id"))
+    """Model whose weights are meant; None for the base model."""
+    step: Mapped[int | None]
+    """Step of the model whose weights are meant; None for its newest."""
+    checkpoint: Mapped[str | None]
+
+
+class Request(Base):
+    """A request that is carried out by the ranks; its id is `{owner}:{seq_id}`, so that a retry finds it."""
+
+    __tablename__ = "requests"
+    __table_args__ = (UniqueConstraint("owner", "seq_id"),)
+    id: Mapped[str] = mapped_column(primary_key=True)
+    owner: Mapped[str] = mapped_column(index=True)
+    """Id of a model or of a sampler."""
+    seq_id: Mapped[int]
+    kind: Mapped[str]
+    body: Mapped[bytes]
+    state: Mapped[str] = mapped_column(default=QUEUED, index=True)
+    result: Mapped[bytes | None]
+    """None too once the result of a request that is done has been removed."""
+    error: Mapped[str | None]
+    category: Mapped[str | None]
+    """Whose error it is: "user" or "server"."""
+    created_s: Mapped[float] = mapped_column(default=time.time)
+    done_s: Mapped[float | None]
+
+
+class Checkpoint(Base):
+    """Saved weights, of the kind "training" (with optimizer) or "sampler"."""
+
+    __tablename__ = "checkpoints"
+    path: Mapped[str] = mapped_column(primary_key=True)
+    """`tinker://{model}/weights/{name}` or `tinker://{model}/sampler_weights/{name}`."""
+    folder: Mapped[str]
+    kind: Mapped[str]
+    model_id: Mapped[str] = mapped_column(ForeignKey("models.id"), index=True)
+    base_model: Mapped[str]
+    seq_id: Mapped[int]
+    """Request of the model that made it."""
+    step: Mapped[int]
+    resumable: Mapped[bool]
+    """True if no gradients waited for their step, so that the model can be resumed from here."""
+    created_s: Mapped[float] = mapped_column(default=time.time)
+    expires_s: Mapped[float | None]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """How a restart restores a model."""
+
+    checkpoint: Checkpoint | None
+    """Where to begin; None for the base model."""
+    again: Sequence[Request]
+    """Requests that were done after it and change the model, in their order; their results are there."""
+
+
+Row = TypeVar("Row", bound=Base)
+
+
+class Store:
+    """The database at an SQLAlchemy URL, such as `sqlite:///server.db`; rows that it returns are detached.
+
+    Guarantees: one thread writes at a time; what `transaction` has written survives a crash of the process.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._engine = sqlalchemy.create_engine(url)
+        if self._engine.dialect.name == "sqlite":
+            event.listen(self._engine, "connect", _configure_sqlite)
+        Base.metadata.create_all(self._engine)
+        self._transactions = sessionmaker(self._engine, expire_on_commit=False)
+        self._writer = threading.Lock()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._engine.dispose()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        """Commit what the body adds and changes, or nothing if it raises."""
+        with self._writer, self._transactions.begin() as transaction:
+            yield transaction
+
+    def add(self, *rows: Base) -> None:
+        """Insert rows in one transaction."""
+        with self.transaction() as transaction:
+            transaction.add_all(rows)
+
+    def find(self, table: type[Row], key: str) -> Row | None:
+        """Return the row with this primary key, or None."""
+        with self._transactions() as transaction:
+            return transaction.get(table, key)
+
+    def get(self, table: type[Row], key: str) -> Row:
+        """Return the row with this primary key; raise RequestError if there is none."""
+        row = self.find(table, key)
+        if row is None:
+            name = {"ClientSession": "session"}.get(table.__name__, table.__name__.lower())
+            raise RequestError(f"{name} {key!r} does not exist on this server; create it first")
+        return row
+
+    def update(self, table: type[Base], key: str, **values: Any) -> None:
+        """Set columns of a row."""
+        with self.transaction() as transaction:
+            row = transaction.get_one(table, key)
+            for name, value in values.items():
+                setattr(row, name, value)
+
+    def all(self, query: sqlalchemy.Select[Row]) -> Sequence[Row]:
+        """Return the rows of a query."""
+        with self._transactions() as transaction:
+            return transaction.scalars(query).all()
+
+    def live_model(self) -> Model | None:
+        """Return the model that holds the ranks."""
+        found = self.all(select(Model).where(Model.state == LIVE).order_by(Model.created_s.desc()))
+        return found[0] if found else None
+
+    def queued(self) -> Sequence[Request]:
+        """Return the requests that were accepted and are not done, each owner's in order."""
+        return self.all(
+            select(Request).where(Request.state == QUEUED).order_by(Request.owner, Request.seq_id)
+        )
+
+    def checkpoints(self, model_id: str) -> Sequence[Checkpoint]:
+        """Return the checkpoints of a model, oldest first."""
+        return self.all(
+            select(Checkpoint).where(Checkpoint.model_id == model_id).order_by(Checkpoint.created_s)
+        )
+
+    def replay(self, model_id: str) -> Replay:
+        """Return how a restart restores what the ranks held after the last request of a model that was carried out."""
+        resumable = [
+            each for each in self.checkpoints(model_id) if each.kind == "training" and each.resumable
+        ]
+        base = max(resumable, key=lambda each: each.seq_id, default=None)
+        return Replay(
+            base,
+            self.all(
+                select(Request)
+                .where(Request.owner == model_id, Request.state == DONE, Request.kind.in_(CHANGES))
+                .where(Request.seq_id > (-1 if base is None else base.seq_id))
+                .order_by(Request.seq_id)
+            ),
+        )
+
+    def prune(self, before_s: float) -> Sequence[Checkpoint]:
+        """Remove results and bodies of requests done before that time, and return the checkpoints that have expired.
+
+        Guarantees: what a restart needs of a live model stays.
+        """
+        live = self.live_model()
+        base = self.replay(live.id).checkpoint if live else None
+        needed = sqlalchemy.and_(
+            Request.owner == (live.id if live else ""), Request.seq_id > (base.seq_id if base else -1)
+        )
+        with self.transaction() as transaction:
+            old = (Request.state != QUEUED, Request.done_s < before_s)
+            transaction.execute(sqlalchemy.update(Request).where(*old).values(result=None))
+            transaction.execute(sqlalchemy.update(Request).where(*old, ~needed).values(body=b""))
+            expired = transaction.scalars(select(Checkpoint).where(Checkpoint.expires_s < time.time())).all()
+            gone = [each for each in expired if base is None or each.path != base.path]
+            for each in gone:
+                transaction.delete(each)
+        return gone
+
+
+def _configure_sqlite(connection: Any, _: object) -> None:
+    cursor = connection.cursor()
+    for pragma in (
+        "journal_mode=WAL",
+        "synchronous=NORMAL",
+        "busy_timeout=30000",
+        "foreign_keys=ON",
+    ):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()

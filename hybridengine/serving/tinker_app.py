@@ -1,0 +1,289 @@
+"""HTTP endpoints of the Tinker API, as the SDK 0.38 calls them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any
+
+import pydantic
+from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Response
+from fastapi import Request as Call
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
+from tinker import types
+
+from hybridengine.errors import ConfigError, RequestError
+from hybridengine.serving.ranks import ModelFacts
+from hybridengine.serving.room import Room
+from hybridengine.serving.store import FAILED, QUEUED, Checkpoint, Model, Request, Sampler
+from hybridengine.serving.tinker_wire import (
+    MAX_BODY_BYTES,
+    PROTOBUF,
+    decode_prompt,
+    decompress,
+    parse,
+    read_forward_backward,
+)
+
+HOLD_S = 40.0  # the SDK gives a call of retrieve_future 45 s
+_SDK = "0.38"
+_BINARY_KINDS = ("forward", "forward_backward", "sample")
+
+
+class _Addressed(pydantic.BaseModel):
+    """The address of a model's request; the rest is checked in its turn, so that a bad one leaves no gap."""
+
+    model_config = pydantic.ConfigDict(protected_namespaces=())
+    model_id: str
+    seq_id: int
+
+
+class _WeightsInfo(pydantic.BaseModel):
+    tinker_path: str
+
+
+def create_app(
+    room: Room, api_key: str, *, max_body_bytes: int = MAX_BODY_BYTES, hold_s: float = HOLD_S
+) -> FastAPI:
+    """Return the app that serves `room`, which it starts and closes; clients need `api_key`, which begins with "tml-".
+
+    `hold_s` is the time after which a call that waits for a result is told to try again.
+
+    Raises: ConfigError if the SDK would refuse the key.
+    """
+    if not api_key.startswith("tml-"):
+        raise ConfigError(
+            "the API key does not begin with 'tml-', as the Tinker SDK demands; choose tml-SOMETHING"
+        )
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await run_in_threadpool(room.start)
+        yield
+        await run_in_threadpool(room.close)
+
+    def check_key(x_api_key: Annotated[str | None, Header()] = None) -> None:
+        if not hmac.compare_digest((x_api_key or "").encode(), api_key.encode()):
+            raise HTTPException(
+                401, "X-API-Key is not this server's; set TINKER_API_KEY to the key it was started with"
+            )
+
+    app = FastAPI(title="hybridengine", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(RequestError, _refuse)
+    api = APIRouter(prefix="/api/v1", dependencies=[Depends(check_key)])
+    _add_sessions(api, room, max_body_bytes)
+    _add_models(api, room, max_body_bytes)
+    _add_sampling(api, room, max_body_bytes)
+    _add_results(api, room, max_body_bytes, hold_s)
+
+    @app.get("/api/v1/healthz")
+    def healthz() -> dict[str, str]:
+        if room.failure is not None:
+            raise HTTPException(
+                503, f"the server no longer carries out requests: {room.failure!r}; restart it"
+            )
+        return {"status": "ok"}
+
+    @api.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE"])
+    def unknown(path: str, call: Call) -> None:
+        raise HTTPException(
+            404, f"{call.method} /api/v1/{path} is not served: this server trains and samples one model"
+        )
+
+    app.include_router(api)
+    return app
+
+
+async def read_body(call: Call, limit_bytes: int) -> bytes:
+    """Return the body of a call, decompressed; refuse one that is longer than `limit_bytes`, before it is read."""
+    refusal = HTTPException(413, f"the body has more than {limit_bytes} bytes; send fewer rows per call")
+    announced = call.headers.get("content-length", "0")
+    if not announced.isdecimal() or int(announced) > limit_bytes:
+        raise refusal
+    parts, num_bytes = [], 0
+    async for part in call.stream():
+        num_bytes += len(part)
+        if num_bytes > limit_bytes:
+            raise refusal
+        parts.append(part)
+    body = b"".join(parts)
+    if call.headers.get("content-encoding") == "zstd":
+        return await run_in_threadpool(decompress, body, limit_bytes)
+    return body
+
+
+def _refuse(_: Call, error: Exception) -> JSONResponse:
+    return JSONResponse({"error": str(error), "category": "user"}, 400)
+
+
+def _add_sessions(api: APIRouter, room: Room, limit: int) -> None:
+    @api.post("/client/config")
+    @api.post("/client/dynamic_config")
+    async def config(call: Call) -> dict[str, Any]:
+        await read_body(call, limit)
+        return {}
+
+    @api.post("/create_session")
+    async def create_session(call: Call) -> dict[str, Any]:
+        message = parse(types.CreateSessionRequest, await read_body(call, limit))
+        session_id = await run_in_threadpool(room.create_session, message.model_dump(mode="json"))
+        warning = None
+        if not f"{message.sdk_version}.".startswith(f"{_SDK}."):
+            warning = (
+                f"tinker {message.sdk_version} was not tested with this server; with errors of decoding, install"
+                f" tinker~={_SDK}.0"
+            )
+        return {"type": "create_session", "session_id": session_id, "warning_message": warning}
+
+    @api.post("/session_heartbeat")
+    async def heartbeat(call: Call) -> dict[str, str]:
+        message = parse(types.SessionHeartbeatRequest, await read_body(call, limit))
+        await run_in_threadpool(room.heartbeat, message.session_id)
+        return {"type": "session_heartbeat"}
+
+    @api.post("/sessions/{session_id}/finish")
+    async def finish(session_id: str, call: Call) -> dict[str, str]:
+        await read_body(call, limit)
+        await run_in_threadpool(room.finish, session_id)
+        return {}
+
+    @api.post("/telemetry")
+    async def telemetry(call: Call) -> dict[str, str]:
+        await read_body(call, limit)
+        return {"status": "accepted"}
+
+    @api.get("/get_server_capabilities")
+    def capabilities() -> dict[str, Any]:
+        facts = room.ranks.facts
+        model = {"model_name": facts.name, "max_context_length": facts.context_tokens}
+        return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
+
+
+def _add_models(api: APIRouter, room: Room, limit: int) -> None:
+    async def accept(method: Callable[..., str], *arguments: Any) -> dict[str, str]:
+        return {"request_id": await run_in_threadpool(method, *arguments)}
+
+    @api.post("/create_model")
+    async def create_model(call: Call) -> dict[str, str]:
+        body = await read_body(call, limit)
+        return await accept(room.create_model, parse(types.CreateModelRequest, body), body)
+
+    @api.post("/load_weights")
+    async def load_weights(call: Call) -> dict[str, str]:
+        body = await read_body(call, limit)
+        return await accept(room.load_model, parse(types.LoadWeightsRequest, body), body)
+
+    @api.post("/forward_backward")
+    async def forward_backward(call: Call) -> dict[str, str]:
+        body = await read_body(call, limit)
+        if call.headers.get("content-type") != PROTOBUF:
+            raise RequestError(f"forward_backward has a body that is not {PROTOBUF}; use tinker~={_SDK}.0")
+        message = await run_in_threadpool(read_forward_backward, body)
+        kind = "forward" if message.forward_only else "forward_backward"
+        return await accept(room.submit, message.model_id, message.seq_id, kind, body)
+
+    def queue(kind: str) -> Callable[[Call], Any]:
+        async def endpoint(call: Call) -> dict[str, str]:
+            body = await read_body(call, limit)
+            address = parse(_Addressed, body)
+            return await accept(room.submit, address.model_id, address.seq_id, kind, body)
+
+        return endpoint
+
+    # save_weights_external fails in its turn: refused at once it would leave a gap, for which all later requests wait
+    for kind in ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external"):
+        api.post(f"/{kind}")(queue(kind))
+
+    @api.post("/get_info")
+    async def get_info(call: Call) -> dict[str, Any]:
+        message = parse(types.GetInfoRequest, await read_body(call, limit))
+        model = await run_in_threadpool(room.store.get, Model, message.model_id)
+        return {"type": "get_info", "model_id": model.id, "is_lora": False} | _model(room.ranks.facts)
+
+    @api.post("/weights_info")
+    async def weights_info(call: Call) -> dict[str, Any]:
+        message = parse(_WeightsInfo, await read_body(call, limit))
+        checkpoint = await run_in_threadpool(room.store.get, Checkpoint, message.tinker_path)
+        return {"base_model": checkpoint.base_model, "is_lora": False}
+
+    @api.get("/training_runs/{model_id}/checkpoints")
+    def checkpoints(model_id: str) -> dict[str, Any]:
+        room.store.get(Model, model_id)
+        listed = [
+            {
+                "checkpoint_id": each.path.removeprefix(f"tinker://{model_id}/"),
+                "checkpoint_type": each.kind,
+                "time": each.created_s,
+                "tinker_path": each.path,
+                "expires_at": each.expires_s,
+            }
+            for each in room.store.checkpoints(model_id)
+        ]
+        return {"checkpoints": listed}
+
+    @api.delete("/training_runs/{model_id}/checkpoints/{checkpoint_id:path}")
+    def delete_checkpoint(model_id: str, checkpoint_id: str) -> dict[str, str]:
+        room.delete_checkpoint(f"tinker://{model_id}/{checkpoint_id}")
+        return {}
+
+
+def _model(facts: ModelFacts) -> dict[str, Any]:
+    return {
+        "model_name": facts.name,
+        "model_data": {
+            "model_name": facts.name,
+            "tokenizer_id": facts.tokenizer,
+            "arch": facts.architecture,
+        },
+    }
+
+
+def _add_sampling(api: APIRouter, room: Room, limit: int) -> None:
+    @api.post("/create_sampling_session")
+    async def create_sampling_session(call: Call) -> dict[str, str]:
+        message = parse(types.CreateSamplingSessionRequest, await read_body(call, limit))
+        key = await run_in_threadpool(room.create_sampler, message)
+        return {"type": "create_sampling_session", "sampling_session_id": key}
+
+    @api.get("/samplers/{key}")
+    def sampler(key: str) -> dict[str, Any]:
+        found = room.store.get(Sampler, key)
+        return {"sampler_id": found.id, "base_model": found.base_model, "model_path": found.checkpoint}
+
+    @api.post("/asample")
+    async def asample(call: Call) -> dict[str, Any]:
+        body = await read_body(call, limit)
+        message = parse(types.SampleRequest, body)
+        if message.sampling_session_id is None:
+            raise RequestError("asample has no sampling_session_id; create a sampling session first")
+        decode_prompt(
+            message, room.ranks.facts, ""
+        )  # refuses at once, since no other request waits for this one
+        request_id = await run_in_threadpool(
+            room.submit, message.sampling_session_id, message.seq_id, "sample", body
+        )
+        names = [f"{request_id}:{number}" for number in range(message.num_samples)]
+        return {"request_id": request_id, "sample_sequence_ids": names}
+
+
+def _add_results(api: APIRouter, room: Room, limit: int, hold_s: float) -> None:
+    @api.post("/retrieve_future")
+    async def retrieve_future(call: Call) -> Response:
+        request_id = parse(types.FutureRetrieveRequest, await read_body(call, limit)).request_id
+        try:
+            done = await run_in_threadpool(room.done, request_id)
+        except RequestError as error:
+            raise HTTPException(404, str(error)) from None
+        await asyncio.wait({asyncio.wrap_future(done)}, timeout=hold_s)
+        request = await run_in_threadpool(room.store.get, Request, request_id)
+        if request.state == QUEUED:
+            return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"})
+        if request.state == FAILED:
+            return JSONResponse({"error": request.error, "category": request.category})
+        if request.result is None:
+            raise HTTPException(410, f"the result of {request_id} has been removed; send the request again")
+        kind = PROTOBUF if request.kind in _BINARY_KINDS else "application/json"
+        return Response(request.result, media_type=kind)

@@ -1,0 +1,141 @@
+"""Ranks in memory: a table of next-token logits, trained by plain gradient descent: every value can be computed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from tinker.types import AdamParams
+
+from hybridengine.errors import RequestError
+from hybridengine.serving.ranks import (
+    LossRow,
+    ModelFacts,
+    Passed,
+    Prompt,
+    Sample,
+    Sampled,
+    TopLogProbs,
+    Weights,
+)
+
+VOCABULARY = 8
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Return log-probs over the last dimension."""
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+class TableRanks:
+    """The `Ranks` of unit tests."""
+
+    def __init__(self) -> None:
+        self.facts = ModelFacts("tiny", "tiny", VOCABULARY, 32, "table")
+        self.calls: list[str] = []
+        """Methods in the order of their calls; `sample` with the number of prompts and the weights."""
+        self.asked: list[str] = []
+        """Methods whose calls have begun."""
+        self.error: Exception | None = None
+        """Raised by the next call."""
+        self.free = threading.Event()
+        """Calls wait for it."""
+        self.free.set()
+        self.begin_model()
+        self.calls.clear()
+
+    def begin_model(self) -> None:
+        self._called("begin_model")
+        self.table = np.zeros((VOCABULARY, VOCABULARY))
+        self.gradient = np.zeros_like(self.table)
+
+    def forward_backward(
+        self, rows: Sequence[LossRow], loss: str, settings: Mapping[str, float], backward: bool
+    ) -> Passed:
+        self._called("forward_backward" if backward else "forward")
+        outputs, total = [], 0.0
+        for row in rows:
+            log_probs = log_softmax(self.table[row.tokens_T])
+            targets = row.columns["target_tokens"]
+            picked = np.take_along_axis(log_probs, targets[:, None], 1)[:, 0]
+            weights = row.columns["weights"]
+            outputs.append({"logprobs": picked.astype(np.float32)})
+            total -= float((picked * weights).sum())
+            if backward:
+                np.add.at(self.gradient, row.tokens_T, weights[:, None] * np.exp(log_probs))
+                np.add.at(self.gradient, (row.tokens_T, targets), -weights)
+        return Passed(outputs, {"loss:sum": total})
+
+    def optim_step(self, adam: AdamParams) -> Mapping[str, float]:
+        self._called("optim_step")
+        norm = float(np.linalg.norm(self.gradient))
+        self.table -= adam.learning_rate * self.gradient
+        self.gradient[:] = 0
+        return {"grad_norm:mean": norm}
+
+    def sample(self, prompts: Sequence[Prompt], weights: Weights) -> Sequence[Sampled]:
+        self._called(f"sample {len(prompts)} {weights.name if isinstance(weights, Path) else weights}")
+        if any(prompt.top_p < 1 for prompt in prompts):
+            raise RequestError("top_p is not served by a table")
+        return [self._sampled(prompt, self._table(weights)) for prompt in prompts]
+
+    def save(self, folder: Path) -> None:
+        self._called("save")
+        folder.mkdir()
+        np.save(folder / "table.npy", self.table)
+
+    def save_sampler(self, folder: Path) -> None:
+        self._called("save_sampler")
+        folder.mkdir()
+        np.save(folder / "table.npy", self.table)
+
+    def load(self, folder: Path, optimizer: bool) -> None:
+        self._called(f"load optimizer={optimizer}")
+        self.table = np.load(folder / "table.npy")
+        self.gradient[:] = 0
+
+    def _called(self, name: str) -> None:
+        self.asked.append(name)
+        assert self.free.wait(20)
+        self.calls.append(name)
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def _table(self, weights: Weights) -> np.ndarray:
+        if isinstance(weights, Path):
+            return np.load(weights / "table.npy")
+        return self.table if weights == "live" else np.zeros_like(self.table)
+
+    def _sampled(self, prompt: Prompt, table: np.ndarray) -> Sampled:
+        samples = [
+            self._continue(prompt, table, prompt.seed + number) for number in range(prompt.num_samples)
+        ]
+        if prompt.log_probs_from is None:
+            return Sampled(samples)
+        log_probs = log_softmax(table[list(prompt.tokens[:-1])])
+        picked = np.take_along_axis(log_probs, np.array(prompt.tokens[1:])[:, None], 1)[:, 0]
+        scored = np.concatenate([[np.nan], picked])
+        scored[: prompt.log_probs_from] = np.nan
+        return Sampled(samples, scored)
+
+    def _continue(self, prompt: Prompt, table: np.ndarray, seed: int) -> Sample:
+        random = np.random.default_rng(seed)
+        tokens, log_probs, reason = [prompt.tokens[-1]], [], "length"
+        for _ in range(prompt.max_tokens):
+            row = log_softmax(table[tokens[-1]])
+            token = (
+                int(row.argmax())
+                if prompt.temperature == 0
+                else int(random.choice(VOCABULARY, p=np.exp(row)))
+            )
+            tokens.append(token)
+            log_probs.append(row[token])
+            if token in prompt.stop_ids:
+                reason = "stop"
+                break
+        drawn = np.array(tokens[1:])
+        top = TopLogProbs(drawn[:, None], np.array(log_probs)[:, None]) if prompt.top_log_probs else None
+        return Sample(drawn, np.array(log_probs), reason, top)

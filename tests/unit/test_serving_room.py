@@ -1,0 +1,297 @@
+"""Order, retries, ends and restarts of the server's requests, on ranks in memory."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sqlalchemy import select
+from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
+
+from hybridengine.errors import RequestError
+from hybridengine.serving.ranks import Ranks
+from hybridengine.serving.room import Limits, Room
+from hybridengine.serving.store import Checkpoint, ClientSession, Model, Request, Store
+from tests.unit.serving_ranks import TableRanks
+
+
+class Rooms:
+    """Rooms on one database and one folder, one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = Store(f"sqlite:///{folder}/server.db")
+        self.room: Room | None = None
+
+    def start(self, ranks: Ranks, *, newest: bool = False, **limits: float) -> Room:
+        self.stop()
+        self.room = Room(ranks, self.store, self.folder, Limits(**{"quiet_s": 0.01} | limits), newest=newest)
+        self.room.start()
+        return self.room
+
+    def stop(self) -> None:
+        if self.room is not None:
+            self.room.close()
+            self.room = None
+
+
+@pytest.fixture
+def rooms(tmp_path: Path) -> Iterator[Rooms]:
+    rooms = Rooms(tmp_path)
+    yield rooms
+    rooms.stop()
+    rooms.store.close()
+
+
+def begin(room: Room, number: int = 0, session: str | None = None) -> str:
+    """Create a model and return its id."""
+    session = session or room.create_session({})
+    message = types.CreateModelRequest(session_id=session, model_seq_id=number, base_model="tiny")
+    return answer(room, room.create_model(message, message.model_dump_json().encode()))["model_id"]
+
+
+def answer(room: Room, request_id: str) -> dict[str, Any]:
+    """Return the JSON result of a request, or raise its error."""
+    room.done(request_id).result(10)
+    request = room.store.get(Request, request_id)
+    if request.error is not None:
+        raise RequestError(request.error)
+    assert request.result is not None
+    return json.loads(request.result) if request.result.startswith(b"{") else {"bytes": request.result}
+
+
+def passing(target: int = 3, forward_only: bool = False) -> bytes:
+    message = pb.ForwardBackwardRequest(loss_fn="cross_entropy", forward_only=forward_only)
+    row = message.data.add()
+    row.model_input.add().encoded_text.tokens = np.array([2], np.int32).tobytes()
+    row.loss_fn_inputs["target_tokens"].CopyFrom(
+        pb.Tensor(dtype=pb.DTYPE_INT64, dense=np.array([target]).tobytes())
+    )
+    row.loss_fn_inputs["weights"].CopyFrom(
+        pb.Tensor(dtype=pb.DTYPE_FLOAT32, dense=np.ones(1, np.float32).tobytes())
+    )
+    return message.SerializeToString()
+
+
+def step(model: str, rate: float = 1.0) -> bytes:
+    return json.dumps({"model_id": model, "adam_params": {"learning_rate": rate}}).encode()
+
+
+def save(model: str, **fields: object) -> bytes:
+    return json.dumps({"model_id": model} | fields).encode()
+
+
+def prompt(**params: object) -> bytes:
+    return json.dumps(
+        {
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [2]}]},
+            "sampling_params": {"max_tokens": 1, "temperature": 0.0} | params,
+        }
+    ).encode()
+
+
+def sampler(room: Room, model: str, seq_id: int, number: int = 0, kind: str = "snapshot") -> str:
+    body = save(model, sampling_session_seq_id=number, kind=kind)
+    return answer(room, room.submit(model, seq_id, "save_weights_for_sampler", body))["sampling_session_id"]
+
+
+def test_requests_are_carried_out_by_seq_id(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks)
+    model = begin(room)
+    last = room.submit(model, 4, "save_weights", save(model))
+    room.submit(model, 3, "optim_step", step(model))
+    room.submit(model, 2, "forward", passing(forward_only=True))
+    time.sleep(0.05)
+    assert ranks.calls == ["begin_model"]
+    room.submit(model, 1, "forward_backward", passing())
+    assert answer(room, last)["path"] == f"tinker://{model}/weights/000004"
+    assert ranks.calls == ["begin_model", "forward_backward", "forward", "optim_step", "save"]
+    found = room.store.get(Model, model)
+    assert (found.seq_id, found.step, found.gradients) == (4, 1, False)
+
+
+def test_a_gap_ends_the_model_by_name(rooms: Rooms) -> None:
+    room = rooms.start(TableRanks(), gap_s=0.05)
+    model = begin(room)
+    waiting = room.submit(model, 3, "optim_step", step(model))
+    with pytest.raises(RequestError, match="seq_id=3 waited 0 s for seq_id=1, which did not arrive"):
+        answer(room, waiting)
+    with pytest.raises(RequestError, match="was stopped: seq_id=3 waited"):
+        room.submit(model, 1, "optim_step", step(model))
+
+
+def test_a_retry_gets_the_first_result(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks)
+    model = begin(room)
+    first = room.submit(model, 1, "forward_backward", passing())
+    assert room.submit(model, 1, "forward_backward", passing()) == first
+    before = answer(room, first)
+    assert room.submit(model, 1, "forward_backward", passing()) == first
+    assert answer(room, first) == before
+    assert ranks.calls == ["begin_model", "forward_backward"]
+    with pytest.raises(
+        RequestError, match="is a request of the kind forward_backward, and now of optim_step"
+    ):
+        room.submit(model, 1, "optim_step", step(model))
+    assert begin(room, session=model.partition(":")[0]) == model  # create_model again
+    with pytest.raises(RequestError, match=f"seq_id=None of {model} must be 0 or greater"):
+        room.submit(model, None, "optim_step", step(model))
+    with pytest.raises(RequestError, match="model 'nobody' does not exist"):
+        room.submit("nobody", 1, "optim_step", step(model))
+
+
+def test_a_client_without_heartbeats_loses_the_ranks(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks)
+    model = begin(room)
+    sampling = sampler(room, model, 1)
+    with pytest.raises(RequestError, match=f"model {model} holds the ranks, which train one model at a time"):
+        begin(room)
+    rooms.store.update(ClientSession, model.partition(":")[0], heartbeat_s=time.time() - 61)
+    second = begin(room)
+    with pytest.raises(
+        RequestError, match=f"model {model} no longer holds the ranks: its client sent no heartbeat"
+    ):
+        room.submit(model, 2, "optim_step", step(model))
+    with pytest.raises(
+        RequestError, match=f"the model {model} no longer holds the ranks; save a new sampler"
+    ):
+        answer(room, room.submit(sampling, 0, "sample", prompt()))
+    room.finish(second.partition(":")[0])
+    with pytest.raises(RequestError, match="has ended; create another ServiceClient"):
+        room.heartbeat(second.partition(":")[0])
+
+
+def test_samplers_that_move_with_the_model(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks)
+    model = begin(room)
+    inflight = sampler(room, model, 1, 0, "inflight")
+    snapshot = sampler(room, model, 2, 1)
+    room.submit(model, 3, "forward_backward", passing())
+    answer(room, room.submit(model, 4, "optim_step", step(model)))
+    assert answer(room, room.submit(inflight, 0, "sample", prompt()))
+    stale = room.submit(snapshot, 0, "sample", prompt())
+    with pytest.raises(RequestError, match="holds the weights of step 0, the model is at step 1; save a new"):
+        answer(room, stale)
+    room = rooms.start(TableRanks(), newest=True)
+    assert answer(room, room.submit(snapshot, 1, "sample", prompt()))
+
+
+def test_a_prompt_that_the_ranks_refuse_fails_alone(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks, quiet_s=0.5)
+    sampling = sampler(room, begin(room), 1)
+    good = room.submit(sampling, 0, "sample", prompt())
+    bad = room.submit(sampling, 1, "sample", prompt(top_p=0.5))
+    assert answer(room, good)
+    with pytest.raises(RequestError, match="top_p is not served by a table"):
+        answer(room, bad)
+    assert ranks.calls == ["begin_model", "sample 2 live", "sample 1 live", "sample 1 live"]
+
+
+def test_a_restart_carries_out_what_was_accepted(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks)
+    model = begin(room)
+    room.submit(model, 1, "forward_backward", passing())
+    room.submit(model, 2, "optim_step", step(model))
+    room.submit(model, 3, "save_weights", save(model, path="whole"))
+    room.submit(model, 4, "forward_backward", passing(5))
+    answer(
+        room, room.submit(model, 5, "save_weights", save(model))
+    )  # gradients wait: no place to resume from
+    ranks.free.clear()
+    stuck = room.submit(model, 6, "forward_backward", passing(4))
+    queued = room.submit(model, 7, "optim_step", step(model))
+    room._closing = True
+    ranks.free.set()
+    rooms.stop()
+    assert [request.id for request in rooms.store.queued()][-1] == queued
+
+    fresh = TableRanks()
+    room = rooms.start(fresh)
+    answer(room, stuck)
+    assert answer(room, queued)["metrics"]
+    assert fresh.calls == ["load optimizer=True", "forward_backward", "forward_backward", "optim_step"]
+    expected = TableRanks()
+    again = rooms.store.replay(model)
+    assert again.checkpoint is not None
+    assert again.checkpoint.path.endswith("/whole")
+    assert [request.seq_id for request in again.again] == [4, 6, 7]
+    rooms.stop()
+    with rooms.store.transaction() as transaction:
+        for checkpoint in transaction.scalars(select(Checkpoint)):
+            transaction.delete(checkpoint)
+    room = rooms.start(expected)  # from the beginning
+    answer(room, room.submit(model, 8, "forward", passing(forward_only=True)))
+    passes = "forward_backward"
+    assert expected.calls == ["begin_model", passes, "optim_step", passes, passes, "optim_step", "forward"]
+    assert expected.table == pytest.approx(fresh.table)
+
+
+def test_a_model_that_cannot_be_resumed_is_stopped(rooms: Rooms) -> None:
+    room = rooms.start(TableRanks())
+    model = begin(room)
+    rooms.stop()
+    broken = TableRanks()
+    broken.error = RuntimeError("no memory")
+    broken.free.clear()
+    room = rooms.start(broken)
+    waiting = room.submit(model, 1, "optim_step", step(model))
+    broken.free.set()
+    with pytest.raises(
+        RequestError, match="it could not be resumed after a restart of the server: no memory"
+    ):
+        answer(room, waiting)
+    assert begin(room)
+
+
+def test_a_checkpoint_is_replaced_only_on_demand(rooms: Rooms) -> None:
+    room = rooms.start(TableRanks())
+    model = begin(room)
+    answer(room, room.submit(model, 1, "save_weights", save(model, path="a")))
+    with pytest.raises(RequestError, match="a exists; choose another name"):
+        answer(room, room.submit(model, 2, "save_weights", save(model, path="a")))
+    answer(room, room.submit(model, 3, "save_weights", save(model, path="a", overwrite=True)))
+    (checkpoint,) = room.store.checkpoints(model)
+    assert checkpoint.seq_id == 3
+    assert [folder.name for folder in Path(checkpoint.folder).parent.iterdir()] == ["a-seq000003"]
+
+
+def test_old_results_go_and_what_a_restart_needs_stays(rooms: Rooms) -> None:
+    room = rooms.start(TableRanks())
+    model = begin(room)
+    sampling = sampler(room, model, 1)
+    drawn = room.submit(sampling, 0, "sample", prompt())
+    answer(room, drawn)
+    room.submit(model, 2, "save_weights", save(model, path="old", ttl_seconds=0))
+    room.submit(model, 3, "save_weights", save(model, path="base", ttl_seconds=0))
+    last = room.submit(model, 4, "forward_backward", passing())
+    answer(room, last)
+    (gone,) = rooms.store.prune(time.time() + 1)
+    assert gone.path.endswith("/old")
+    assert [each.path.rpartition("/")[2] for each in rooms.store.checkpoints(model)] == ["base"]
+    assert (rooms.store.get(Request, drawn).body, rooms.store.get(Request, drawn).result) == (b"", None)
+    assert (rooms.store.get(Request, last).body, rooms.store.get(Request, last).result) == (passing(), None)
+
+
+def test_a_room_that_has_broken_says_so(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = rooms.start(TableRanks())
+    model = begin(room)
+    monkeypatch.setattr("threading.excepthook", lambda _: None)
+    monkeypatch.setattr(room, "_carry_out", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    room.submit(model, 1, "optim_step", step(model))
+    room._thread.join(10)
+    with pytest.raises(
+        RuntimeError, match="no longer carries out requests: OSError\\('disk full'\\); restart it"
+    ):
+        room.submit(model, 2, "optim_step", step(model))

@@ -1,0 +1,366 @@
+"""The server as the Tinker SDK sees it: a real client over HTTP, and ranks in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+import torch
+import uvicorn
+from tinker import types
+
+from hybridengine.errors import ConfigError
+from hybridengine.serving.ranks import LossRow
+from hybridengine.serving.room import Limits, Room
+from hybridengine.serving.store import Request, Store
+from hybridengine.serving.tinker_app import create_app
+from hybridengine.serving.tinker_wire import MAX_BODY_BYTES
+from tests.unit.serving_ranks import VOCABULARY, TableRanks, log_softmax
+
+KEY = "tml-test"
+
+
+class Server:
+    """A server on a free port, with a database and checkpoints in `folder`."""
+
+    def __init__(self, folder: Path, ranks: TableRanks, *, port: int = 0, hold_s: float = 40.0) -> None:
+        self.store = Store(f"sqlite:///{folder}/server.db")
+        self.room = Room(ranks, self.store, folder / "checkpoints", Limits(quiet_s=0.01))
+        app = create_app(self.room, KEY, hold_s=hold_s)
+        self._server = uvicorn.Server(
+            uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1)
+        )
+        self._thread = threading.Thread(target=self._server.run)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.005)
+        self.port: int = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self.store.close()
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[tinker.ServiceClient]:
+        client = tinker.ServiceClient(base_url=self.url, api_key=KEY)
+        try:
+            yield client
+        finally:
+            client.close("success").result()
+
+
+@pytest.fixture(autouse=True)
+def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep clients from a thread and calls that a test does not need."""
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+
+
+@pytest.fixture
+def ranks() -> TableRanks:
+    return TableRanks()
+
+
+@pytest.fixture
+def server(tmp_path: Path, ranks: TableRanks) -> Iterator[Server]:
+    server = Server(tmp_path, ranks)
+    yield server
+    server.stop()
+
+
+def row(tokens: list[int], targets: list[int], weights: list[float]) -> types.Datum:
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens),
+        loss_fn_inputs={"target_tokens": targets, "weights": weights},  # type: ignore[arg-type]
+    )
+
+
+def training(client: tinker.ServiceClient) -> tinker.TrainingClient:
+    return client.create_lora_training_client("tiny", rank=0).result()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+PROMPT = types.ModelInput.from_ints([1, 2])
+DATA = [row([1, 2, 3], [2, 3, 4], [0.0, 1.0, 1.0])]
+ROWS = [
+    LossRow(np.array([1, 2, 3]), {"target_tokens": np.array([2, 3, 4]), "weights": np.array([0.0, 1.0, 1.0])})
+]
+
+
+def test_a_client_trains_samples_saves_and_loads(server: Server, ranks: TableRanks) -> None:
+    with server.client() as client:
+        model = training(client)
+        assert model.get_info().model_data.model_name == "tiny"
+        passed = model.forward_backward(DATA, "cross_entropy")
+        stepped = model.optim_step(types.AdamParams(learning_rate=1.0))  # queued behind the pass
+        result = passed.result()
+        assert result.loss_fn_outputs[0]["logprobs"].to_numpy() == pytest.approx([-np.log(VOCABULARY)] * 3)
+        assert result.metrics["loss:sum"] == pytest.approx(2 * np.log(VOCABULARY))
+        assert set(stepped.result().metrics or {}) == {"grad_norm:mean"}
+
+        table = np.zeros((VOCABULARY, VOCABULARY))
+        table[2], table[3] = -1 / VOCABULARY, -1 / VOCABULARY
+        table[2, 3] += 1
+        table[3, 4] += 1
+        assert ranks.table == pytest.approx(table)
+
+        sampler = model.save_weights_and_get_sampling_client().result()
+        params = types.SamplingParams(max_tokens=2, temperature=0.0, stop=[4])
+        drawn = sampler.sample(
+            PROMPT,
+            num_samples=2,
+            sampling_params=params,
+            include_prompt_logprobs=True,
+            topk_sample_logprobs=1,
+        ).result()
+        assert [sequence.tokens for sequence in drawn.sequences] == [[3, 4], [3, 4]]
+        assert drawn.sequences[0].stop_reason == "stop"
+        assert drawn.sequences[0].logprobs == pytest.approx(
+            [log_softmax(table[2])[3], log_softmax(table[3])[4]]
+        )
+        assert len({sequence.sequence_id for sequence in drawn.sequences}) == 2
+        assert drawn.prompt_logprobs is not None
+        assert drawn.prompt_logprobs[0] is None
+        assert drawn.prompt_logprobs[1] == pytest.approx(-np.log(VOCABULARY))
+        assert sampler.compute_logprobs(types.ModelInput.from_ints([2, 3])).result()[1] == pytest.approx(
+            log_softmax(table[2])[3]
+        )
+
+        saved = model.save_state("first").result().path
+        assert saved == f"tinker://{model.model_id}/weights/first"
+        model.forward_backward(DATA, "cross_entropy").result()
+        model.optim_step(types.AdamParams(learning_rate=1.0)).result()
+        assert ranks.table != pytest.approx(table)
+
+    with server.client() as client:
+        rest = tinker.RestClient(base_url=server.url, api_key=KEY)
+        (listed,) = rest.list_checkpoints(model.model_id).result().checkpoints
+        assert (listed.tinker_path, listed.checkpoint_type) == (saved, "training")
+        again = client.create_training_client_from_state_with_optimizer(saved).result()
+        assert ranks.table == pytest.approx(table)
+        assert again.forward(DATA, "cross_entropy").result().metrics["loss:sum"] < 2 * np.log(VOCABULARY)
+        assert ranks.calls[-2:] == ["load optimizer=True", "forward"]
+        own = [again.save_state(name).result().path for name in ("a", "b")]
+        with pytest.raises(tinker.BadRequestError, match=f"is where model {again.model_id} would be resumed"):
+            rest.delete_checkpoint_from_tinker_path(own[1]).result()
+        rest.delete_checkpoint_from_tinker_path(own[0]).result()
+        assert [
+            each.tinker_path for each in rest.list_checkpoints(again.model_id).result().checkpoints
+        ] == own[1:]
+
+
+def test_a_custom_loss_and_parts_that_arrive_first_last(server: Server, ranks: TableRanks) -> None:
+    with server.client() as client:
+        client.holder._client_config = client.holder._client_config.model_copy(
+            update={"fwdbwd_max_chunk_len": 1, "proto_compress_fwdbwd": True}
+        )
+        model = training(client)
+        data = [row([number], [number + 1], [1.0]) for number in range(5)]
+        losses = model.forward_backward(data, "cross_entropy").result()
+        assert len(losses.loss_fn_outputs) == 5
+        assert losses.metrics["loss:sum"] == pytest.approx(5 * np.log(VOCABULARY))
+        assert ranks.calls.count("forward_backward") == 5
+        model.optim_step(types.AdamParams(learning_rate=0.0)).result()
+
+        def squares(_: object, log_probs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+            return torch.cat(log_probs).square().sum(), {"own:sum": 1.0}
+
+        custom = model.forward_backward_custom(data, squares).result()
+        assert custom.metrics["loss:sum"] == pytest.approx(5 * np.log(VOCABULARY) ** 2)
+        # dC/dlogp = 2 logp, and dlogp/dlogit of the target is 1 - 1/V
+        assert ranks.gradient[0, 1] == pytest.approx(-2 * np.log(VOCABULARY) * (1 - 1 / VOCABULARY))
+
+
+def test_samples_that_wait_together_are_one_call(server: Server, ranks: TableRanks) -> None:
+    with server.client() as client:
+        model = training(client)
+        sampler = model.save_weights_and_get_sampling_client().result()
+        params = types.SamplingParams(max_tokens=4)
+        ranks.free.clear()
+        passed = model.forward(DATA, "cross_entropy")
+        wait_for(lambda: "forward" in ranks.asked)
+        futures = [sampler.sample(PROMPT, num_samples=1, sampling_params=params) for _ in range(32)]
+        wait_for(lambda: len(server.store.queued()) == 33)
+        ranks.free.set()
+        drawn = {tuple(future.result().sequences[0].tokens) for future in futures}
+        assert len(drawn) > 1  # seeds differ
+        assert passed.result().metrics
+        assert ranks.calls == ["begin_model", "forward", "sample 32 live"]
+
+
+def test_a_sampler_is_frozen(server: Server, ranks: TableRanks) -> None:
+    params = types.SamplingParams(max_tokens=1, temperature=0.0)
+    with server.client() as client:
+        model = training(client)
+        model.forward_backward(DATA, "cross_entropy").result()
+        model.optim_step(types.AdamParams(learning_rate=1.0)).result()
+        frozen = model.save_weights_and_get_sampling_client().result()
+        named = model.save_weights_for_sampler("kept").result().path
+        model.forward_backward([row([2], [7], [9.0])], "cross_entropy").result()
+        model.optim_step(types.AdamParams(learning_rate=1.0)).result()
+
+        with pytest.raises(
+            tinker.RequestFailedError, match=r"weights of step 1, the model is at step 2"
+        ) as caught:
+            frozen.sample(PROMPT, 1, params).result()
+        assert caught.value.category == "user"
+        newest = model.save_weights_and_get_sampling_client().result()
+        assert newest.sample(PROMPT, 1, params).result().sequences[0].tokens == [7]
+        kept = client.create_sampling_client(model_path=named).result()
+        assert kept.sample(PROMPT, 1, params).result().sequences[0].tokens == [3]
+        assert ranks.calls[-1].startswith("sample 1 kept")
+        base = client.create_sampling_client(base_model="tiny").result()
+        assert base.sample(PROMPT, 1, params).result().sequences[0].tokens == [0]
+        assert ranks.calls[-1] == "sample 1 base"
+
+
+def test_a_client_survives_a_restart_of_the_server(tmp_path: Path, ranks: TableRanks) -> None:
+    first = Server(tmp_path, ranks)
+    client = tinker.ServiceClient(base_url=first.url, api_key=KEY)
+    model = training(client)
+    adam = types.AdamParams(learning_rate=1.0)
+    for _ in range(2):
+        model.forward_backward(DATA, "cross_entropy").result()
+        model.optim_step(adam).result()
+        saved = model.save_state(f"step-{len(ranks.calls)}").result().path
+    model.forward_backward(DATA, "cross_entropy").result()
+    first.stop()
+
+    fresh = TableRanks()
+    second = Server(tmp_path, fresh, port=first.port)
+    model.optim_step(adam).result()
+    assert fresh.calls == ["load optimizer=True", "forward_backward", "optim_step"]
+    expected = TableRanks()
+    for _ in range(3):
+        expected.forward_backward([*ROWS], "cross_entropy", {}, True)
+        expected.optim_step(adam)
+    assert fresh.table == pytest.approx(expected.table)
+    assert post(second, "weights_info", {"tinker_path": saved}) == {"base_model": "tiny", "is_lora": False}
+    client.close("success").result()
+    second.stop()
+
+
+def post(server: Server, path: str, body: dict, key: str = KEY) -> dict:
+    call = urllib.request.Request(
+        f"{server.url}/api/v1/{path}", json.dumps(body).encode(), {"X-API-Key": key}
+    )
+    with urllib.request.urlopen(call) as answer:
+        return json.load(answer)
+
+
+def refusal(server: Server, path: str, body: dict, key: str = KEY) -> tuple[int, str]:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(server, path, body, key)
+    return caught.value.code, caught.value.read().decode()
+
+
+def test_calls_that_are_refused(server: Server) -> None:
+    assert refusal(server, "create_session", {}, key="tml-other")[0] == 401
+    status, text = refusal(server, "copy_weights", {})
+    assert (status, "POST /api/v1/copy_weights is not served" in text) == (404, True)
+    assert refusal(server, "retrieve_future", {"request_id": "nobody:1"})[0] == 404
+    status, text = refusal(server, "session_heartbeat", {"session_id": "nobody"})
+    assert (status, json.loads(text)["category"]) == (400, "user")
+    assert "session 'nobody' does not exist" in text
+    assert "is not application/x-protobuf" in refusal(server, "forward_backward", {})[1]
+    with urllib.request.urlopen(f"{server.url}/api/v1/healthz") as answer:
+        assert json.load(answer) == {"status": "ok"}
+    announced = urllib.request.Request(
+        f"{server.url}/api/v1/forward_backward", b"", {"X-API-Key": KEY, "Content-Length": str(10**9)}
+    )
+    with pytest.raises(urllib.error.HTTPError, match="413"):
+        urllib.request.urlopen(announced)
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
+        endless = (bytes(2**20) for _ in range(2 + MAX_BODY_BYTES // 2**20))
+        with contextlib.suppress(ConnectionError):  # the server need not read to the end
+            connection.request("POST", "/api/v1/asample", endless, {"X-API-Key": KEY}, encode_chunked=True)
+        assert connection.getresponse().status == 413
+
+
+def test_a_key_that_the_sdk_refuses_is_an_error(tmp_path: Path) -> None:
+    room = Room(TableRanks(), Store(f"sqlite:///{tmp_path}/server.db"), tmp_path)
+    with pytest.raises(ConfigError, match="does not begin with 'tml-'"):
+        create_app(room, "secret")
+
+
+def test_an_unknown_sdk_is_warned(server: Server) -> None:
+    session = {"tags": [], "user_metadata": {}, "sdk_version": "0.99.0"}
+    assert "tinker 0.99.0 was not tested" in post(server, "create_session", session)["warning_message"]
+    assert post(server, "create_session", session | {"sdk_version": "0.38.1"})["warning_message"] is None
+
+
+def test_models_that_are_refused(server: Server) -> None:
+    with server.client() as client:
+        with pytest.raises(tinker.BadRequestError, match="use lora_rank=0 for full fine-tuning"):
+            client.create_lora_training_client("tiny").result()
+        with pytest.raises(
+            tinker.BadRequestError, match="base_model='other' is not served; this server has 'tiny'"
+        ):
+            client.create_lora_training_client("other", rank=0).result()
+        model = training(client)
+        with (
+            server.client() as second,
+            pytest.raises(tinker.BadRequestError, match=f"{model.model_id} holds the ranks"),
+        ):
+            training(second)
+        with pytest.raises(tinker.RequestFailedError, match="must be a name of at most 128 letters"):
+            model.save_state("../outside").result()
+        assert model.save_state("inside").result().path.endswith("/weights/inside")
+        with pytest.raises(
+            tinker.BadRequestError, match=r"checkpoint 'tinker://a/weights/\.\./\.\./b' does not exist"
+        ):
+            client.create_training_client_from_state("tinker://a/weights/../../b").result()
+    with server.client() as third:
+        training(third)  # the first session has ended
+
+
+def test_a_failed_request_stops_its_client(server: Server, ranks: TableRanks) -> None:
+    with server.client() as client:
+        model = training(client)
+        bad = model.forward_backward([row([1], [VOCABULARY], [1.0])], "cross_entropy")
+        step = model.optim_step(types.AdamParams(learning_rate=1.0))
+        with pytest.raises(tinker.RequestFailedError, match="token id 8, outside of 0 to 7") as caught:
+            bad.result()
+        assert caught.value.category == "user"
+        with pytest.raises(
+            (tinker.RequestFailedError, tinker.BadRequestError), match="was stopped: forward_backward"
+        ):
+            step.result()
+        assert "optim_step" not in ranks.calls
+        other = training(client)
+        ranks.error = RuntimeError("a rank has died")
+        with pytest.raises(tinker.RequestFailedError, match="RuntimeError: a rank has died") as caught:
+            other.forward_backward(DATA, "cross_entropy").result()
+        assert caught.value.category == "server"
+
+
+def test_a_wait_for_a_result_ends_with_try_again(tmp_path: Path, ranks: TableRanks) -> None:
+    server = Server(tmp_path, ranks, hold_s=0.05)
+    with server.client() as client:
+        model = training(client)
+        ranks.free.clear()
+        passed = model.forward_backward(DATA, "cross_entropy")
+        key = f"{model.model_id}:1"
+        wait_for(lambda: server.store.find(Request, key) is not None)
+        answer = post(server, "retrieve_future", {"request_id": key})
+        assert answer == {"type": "try_again", "request_id": key, "queue_state": "active"}
+        ranks.free.set()
+        assert passed.result().metrics
+    server.stop()
