@@ -9,14 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybridengine.backends.megatron.weights import load_weights
-from hybridengine.config import RunConfig, load_config
+from hybridengine.config import RunConfig
 from hybridengine.config.sections import OptimizerSection
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from hybridengine.errors import DataError, StorageError
@@ -24,35 +23,16 @@ from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.rows.micro_batches import with_empty_rows
 from tests.full.engines.vllm_ranks import take_place
 from tests.full.engines.worker_ranks import Group
+from tests.gloo.client_rows import LENGTHS, SIZES, WIDTH, load_run, make_rows, of_loss
 from tests.gloo.plain_generation import PlainGeneration
 from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model
 from workers.client_actor import ClientActor
 
-SIZES: dict[str, Any] = {"head_dim": 32, "vocab_size": 59}
-LENGTHS = [7, 1, 12, 4, 9]
-WIDTH = 12
 SCALE = 1e-3
 LINEAR = OptimizerSection(lr=1e6 * SCALE, eps=1e6, clip_grad=0.0)
 """Settings with an eps so large that the first step of Adam is SCALE times the gradient."""
 CLIPS = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}
-
-
-def make_rows() -> TensorDict:
-    """Return rows for every loss; targets are not the next tokens, and some sampler's log-probs are far off."""
-    generator = torch.Generator().manual_seed(4)
-    shape = len(LENGTHS), WIDTH
-    mask = torch.arange(WIDTH) < torch.tensor(LENGTHS).unsqueeze(1)
-    columns = {name: torch.randint(0, 59, shape, generator=generator) for name in ("tokens", "targets")}
-    columns["logprobs"] = -4.0 + torch.randn(shape, generator=generator)
-    columns["advantages"] = torch.randn(shape, generator=generator)
-    columns["weights"] = torch.randn(shape, generator=generator)
-    masked = {name: column.masked_fill(~mask, 0) for name, column in columns.items()}
-    return TensorDict({**masked, "lengths": torch.tensor(LENGTHS)}, batch_size=[len(LENGTHS)])
-
-
-def of_loss(rows: TensorDict, *names: str) -> TensorDict:
-    return rows.select("tokens", "targets", "lengths", *names)
 
 
 def plain_engine(folder: object, shape: Any, generation: Any, settings: Any, identity: str) -> Any:
@@ -115,22 +95,6 @@ def expected_of(model: PreTrainedModel, rows: TensorDict) -> tuple[Tensor, list[
     named = dict(model.named_parameters())
     gradients = torch.autograd.grad(torch.stack(losses).sum(), list(named.values()))
     return log_probs, [loss.item() for loss in losses], dict(zip(named, gradients, strict=True))
-
-
-def load_run(folder: Path, parallel: str) -> RunConfig:
-    sections = {
-        "run": {"steps": 1, "folder": str(folder / f"runs-{parallel}")},
-        "cluster": {"ranks_per_node": [1 if parallel == "1-1-1" else 2]},
-        "model": {"path": str(folder / "policy")},
-        "data": {"batch_size": 4, "train_file": str(folder / "rows.jsonl")},
-        "actor": {"parallel": parallel, "generate": "1-1", "micro_batch_tokens": 16},
-        "reference": {"parallel": parallel},
-        "reward": {"function": "tests.unit.reward_cases:answer_lengths"},
-        "rollout": {"max_prompt_tokens": 8, "max_response_tokens": 8},
-    }
-    path = folder / f"{parallel}.yaml"
-    path.write_text(yaml.safe_dump(sections))
-    return load_config(path)
 
 
 @dataclass(frozen=True)
