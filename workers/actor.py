@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from hybridengine.algorithms.drift import check_drift, save_reproduction
 from hybridengine.algorithms.losses.aggregation import Aggregation, LossStats, SummedLoss
 from hybridengine.algorithms.losses.policy import entropy_bonus, kl_loss
-from hybridengine.backends.engine import SamplingSettings, generate
+from hybridengine.backends.engine import Response, SamplingSettings, generate
 from hybridengine.backends.megatron.weights import save_weights
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
@@ -43,10 +44,19 @@ from workers.model_worker import TrainedWorker
 
 
 class ActorWorker(TrainedWorker):
-    """One rank of the actor, which starts from the checkpoint `folder`; `stop_token_ids` end a response."""
+    """One rank of the actor, which starts from the checkpoint `folder`; `stop_token_ids` end a response.
+
+    `tokenizer` is the folder of the engine's tokenizer, for stop strings.
+    """
 
     def __init__(
-        self, context: RankContext, run: RunConfig, folder: str | Path, stop_token_ids: tuple[int, ...] = ()
+        self,
+        context: RankContext,
+        run: RunConfig,
+        folder: str | Path,
+        stop_token_ids: tuple[int, ...] = (),
+        *,
+        tokenizer: str | None = None,
     ) -> None:
         super().__init__(context, run, folder)
         generation = context.topology.generation
@@ -64,6 +74,7 @@ class ActorWorker(TrainedWorker):
                 dtype=run.model.dtype,
                 seed=run.run.seed,
                 cuda_graphs=run.rollout.cuda_graphs,
+                tokenizer=tokenizer,
             ),
             # Differs between nodes: across them, vLLM on a CPU uses torch.distributed as well.
             identity=f"hybridengine-{os.environ['MASTER_PORT']}-{context.node}",
@@ -130,19 +141,26 @@ class ActorWorker(TrainedWorker):
 
         Reads `prompt_tokens` [B, P] and `prompt_lengths` [B]. Each row has its own seed, counted from `first_seed`.
         """
+        sampling = SamplingSettings(
+            max_tokens=self.run.rollout.max_response_tokens,
+            temperature=0.0 if greedy else self.run.rollout.temperature,
+            stop_token_ids=self._stop_token_ids,
+        )
+        seeds = ((first_seed + prompts[ROW_NUMBERS]) % 2**31).tolist()
+        rows, _ = self.respond(prompts, seeds, [sampling] * len(prompts), sampling.max_tokens)
+        return rows
+
+    def respond(
+        self,
+        prompts: TensorDictBase,
+        seeds: Sequence[int],
+        sampling: Sequence[SamplingSettings],
+        width: int,
+    ) -> tuple[TensorDict, list[Response]]:
+        """Return (rows as of `generate_sequences` with R = `width`, the same responses); lists have one entry per row."""
         lengths, padded = prompts["prompt_lengths"].tolist(), prompts["prompt_tokens"]
         rows = [row[:length] for row, length in zip(padded.tolist(), lengths, strict=True)]
-        outputs = generate(
-            self._engine,
-            rows,
-            ((first_seed + prompts[ROW_NUMBERS]) % 2**31).tolist(),
-            SamplingSettings(
-                max_tokens=self.run.rollout.max_response_tokens,
-                temperature=0.0 if greedy else self.run.rollout.temperature,
-                stop_token_ids=self._stop_token_ids,
-            ),
-        )
-        width = self.run.rollout.max_response_tokens
+        outputs = generate(self._engine, rows, seeds, sampling)
         padding = self._stop_token_ids[0] if self._stop_token_ids else 0
         tokens = torch.full((len(rows), padded.size(1) + width), padding)
         log_probs = torch.zeros(len(rows), width)
@@ -150,14 +168,12 @@ class ActorWorker(TrainedWorker):
             sequence = prompt + output.token_ids
             tokens[row, : len(sequence)] = torch.tensor(sequence)
             log_probs[row, : len(output.log_probs)] = torch.tensor(output.log_probs)
-        return TensorDict(
-            {
-                "tokens": tokens,
-                "response_lengths": torch.tensor([len(output.token_ids) for output in outputs]),
-                "rollout_log_probs": log_probs,
-            },
-            batch_size=[len(rows)],
-        )
+        columns = {
+            "tokens": tokens,
+            "response_lengths": torch.tensor([len(output.token_ids) for output in outputs]),
+            "rollout_log_probs": log_probs,
+        }
+        return TensorDict(columns, batch_size=[len(rows)]), outputs
 
     @register(PROTO_3D, SEQUENCE_COLUMNS, optional=["rollout_log_probs"], returns_rows=True)
     def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:

@@ -152,17 +152,21 @@ class Engine(GenerationSide, Protocol):
 
 
 def generate(
-    engine: Engine, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: SamplingSettings
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    sampling: Sequence[SamplingSettings],
 ) -> list[Response]:
-    """Return a response to each prompt (token ids), in order.
+    """Return a response to each prompt (token ids), in order; each has a seed and sampling settings of its own.
 
     Raises:
         StorageError: the engine has no weights, because it is in training mode, or has other requests.
-        DataError: a prompt is refused (see `Engine.add`), or has no seed.
+        DataError: a prompt is refused (see `Engine.add`), or has no seed or settings.
     """
-    if len(prompts) != len(seeds):
+    if not len(prompts) == len(seeds) == len(sampling):
         raise DataError(
-            f"{len(prompts)} prompts and {len(seeds)} seeds were given; give one seed for each prompt"
+            f"{len(prompts)} prompts, {len(seeds)} seeds and {len(sampling)} sampling settings were given; give one seed"
+            " and one of the settings for each prompt"
         )
     if engine.num_unfinished:
         raise StorageError(
@@ -170,8 +174,8 @@ def generate(
             " finish or abort them, or use add() and advance()"
         )
     ids, ended = [str(row) for row in range(len(prompts))], dict[str, Response]()
-    given = zip(ids, map(tuple, prompts), seeds, strict=True)
-    engine.add([Request(*one, sampling) for one in given])
+    given = zip(ids, map(tuple, prompts), seeds, sampling, strict=True)
+    engine.add([Request(*one) for one in given])
     try:
         while engine.num_unfinished:
             ended.update((response.request_id, response) for response in engine.advance())

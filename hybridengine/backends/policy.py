@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from hybridengine.config.sections import OptimizerSection
 from hybridengine.reshard.layout import Layout
 from hybridengine.weights.hybrid_engine import TrainingSide
 
@@ -66,10 +67,19 @@ class Policy(TrainingSide, Protocol):
         """
         ...
 
-    def optimizer_step(self) -> StepResult:
+    def drop_gradients(self) -> None:
+        """Forget the pending gradients: the next pass starts from zero."""
+        ...
+
+    def optimizer_step(self, settings: OptimizerSection | None = None, *, summed: bool = False) -> StepResult:
         """Take one step along the mean gradient per token, over all tokens of all replicas since the last step.
 
         If it is not finite, the step is skipped on all ranks: weights, moments and schedule are unchanged.
+
+        Args:
+            settings: learning rate, betas, eps, weight decay and clipping of this step alone, in place of the optimizer's
+                own; the schedule, whose settings are ignored here, does not advance.
+            summed: take the sum of the gradients instead of the mean.
 
         Raises:
             StorageError: the weights are in the generation engine, or there are no pending gradients.

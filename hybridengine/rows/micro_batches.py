@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from hybridengine.errors import ProtocolError
@@ -15,17 +16,20 @@ from hybridengine.rows.batch import columns_of
 
 SEQUENCE_COLUMNS = ("tokens", "prompt_lengths", "response_lengths")
 """Columns of prompt and response rows."""
+CLIENT_COLUMNS = ("tokens", "lengths", "targets")
+"""Columns of rows without a prompt: inputs and targets [B, T], and the number of valid positions [B]."""
 
 
 @dataclass(frozen=True)
 class MicroRows:
-    """Rows of a batch, cut to their longest prompt and response."""
+    """Rows of a batch, cut to the longest of them."""
 
     rows: list[int]
     """Indices of the rows in the batch."""
     columns: dict[str, Tensor]
     """`tokens` [b, t]; `positions` [b, r], the position in the model's output of the distribution of response token j;
-    `mask` [b, r], True at response tokens of kept rows; and the requested response-aligned columns, [b, r]."""
+    `mask` [b, r], True at response tokens of kept rows; and the requested response-aligned columns, [b, r]. Rows without
+    a prompt have all columns at all positions, [b, t], and no `positions`."""
 
 
 def cut_rows(
@@ -67,8 +71,29 @@ def _columns(batch: TensorDictBase, rows: list[int], response_columns: Sequence[
     return columns | {name: batch[name][rows, :longest] for name in response_columns}
 
 
+def cut_whole_rows(batch: TensorDictBase, max_tokens: int, columns: Sequence[str]) -> list[MicroRows]:
+    """Return the micro-batches of rows without a prompt; a row of length 0 takes part with one masked position.
+
+    Raises ConfigError if one row alone exceeds `max_tokens`.
+    """
+    lengths = batch["lengths"].clamp(min=1)
+
+    def cut(rows: list[int]) -> dict[str, Tensor]:
+        width = int(lengths[rows].max())
+        mask = torch.arange(width) < batch["lengths"][rows].unsqueeze(1)
+        return {"mask": mask} | {name: batch[name][rows, :width] for name in columns}
+
+    return [MicroRows(rows, cut(rows)) for rows in balance_rows(lengths.tolist(), max_tokens)]
+
+
+def with_empty_rows(batch: TensorDict, num_rows: int) -> TensorDict:
+    """Return the rows, followed by rows of zeros if there are fewer than `num_rows`: each replica needs one."""
+    empty = batch[:1].apply(torch.zeros_like)
+    return cast(TensorDict, torch.cat([batch, *[empty] * (num_rows - len(batch))]))  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
 def gather_rows(parts: Sequence[tuple[MicroRows, Tensor]], num_rows: int, width: int) -> Tensor:
-    """Return [num_rows, width] float32 from the [b, r] results of micro-batches; zero beyond each response."""
+    """Return [num_rows, width] float32 from the [b, r] results of micro-batches; zero where they are masked."""
     whole = torch.zeros(num_rows, width)
     for micro, values in parts:
         part = values.detach().float().cpu().masked_fill(~micro.columns["mask"], 0.0)

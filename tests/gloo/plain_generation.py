@@ -28,6 +28,7 @@ class PlainGeneration:
     """Implements GenerationSide, and records the state that it finds at every call of the HybridEngine."""
 
     def __init__(self, layout: Layout, rank: int, dtype: str) -> None:
+        self.layout = layout
         self.weights = WeightStorage(
             {
                 parameter.name: torch.full(parameter.shape, float("nan"), dtype=DTYPES[dtype])

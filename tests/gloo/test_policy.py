@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from hybridengine.backends.megatron.weights import load_weights
+from hybridengine.backends.megatron.weights import load_weights, save_weights
+from hybridengine.config.sections import OptimizerSection
 from hybridengine.errors import DataError, StorageError
 from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid
@@ -20,6 +23,12 @@ from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model
 
 NUM_STEPS = 2
+STEP_SETTINGS = [
+    OptimizerSection(lr=2e-3, betas=(0.8, 0.9), eps=3e-4, weight_decay=0.5, clip_grad=0.3),
+    OptimizerSection(lr=6e-3, betas=(0.6, 0.99), eps=3e-2, weight_decay=2.0, clip_grad=0.0),
+    None,
+]
+"""Settings of consecutive steps: one that clips, one that does not, and the optimizer's own."""
 
 
 def step_by_passes(rank: int, folder: Path, grid: Grid) -> list[tuple[float, list[tuple[float, int]]]]:
@@ -106,3 +115,67 @@ def test_passes_add_up_to_the_step_of_plain_pytorch(sizes: str, tmp_path: Path, 
         assert sum(loss for loss, _ in losses) / sum(count for _, count in losses) == pytest.approx(
             figures.loss, rel=1e-5
         )
+
+
+def step_with_settings(rank: int, folder: Path, layouts: list[str], exports: Path) -> list[list[float]]:
+    """Return (gradient norm, learning rate) of each of `STEP_SETTINGS` on every layout, flat."""
+    records = []
+    for sizes in layouts:
+        registry, grid = ProcessGroups(), Grid(TrainSizes.parse(sizes))
+        trainer = make_trainer(ModelShape.from_folder(folder), grid, rank, registry, folder)
+        figures: list[float] = []
+        for index, settings in enumerate(STEP_SETTINGS):
+            batches = reference.micro_batches(index, grid.coordinate(rank).dp_rank, grid.sizes.dp_size)
+            trainer.forward_backward(batches[:1], loss_of(trainer))
+            trainer.drop_gradients()
+            trainer.forward_backward(batches, loss_of(trainer))
+            result = trainer.optimizer_step(settings, summed=settings is not None)
+            figures += [result.grad_norm, result.lr]
+        assert trainer.counters() == {"adam_steps": 3, "schedule_steps": 1, "version": 3}
+        save_weights(trainer, registry, exports / sizes)
+        records.append(figures)
+    return records
+
+
+def plain_steps_with_settings(model: torch.nn.Module) -> list[float]:
+    """Take the steps of `step_with_settings` with torch's AdamW; vectors have no weight decay, as in Megatron-core."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors}])
+    own = OptimizerSection(
+        lr=reference.LR,
+        betas=reference.BETAS,
+        eps=reference.EPS,
+        weight_decay=reference.WEIGHT_DECAY,
+        clip_grad=reference.CLIP_GRAD,
+    )
+    figures = []
+    for index, settings in enumerate(STEP_SETTINGS):
+        used = settings or own
+        for group, decay in zip(optimizer.param_groups, (used.weight_decay, 0.0), strict=True):
+            group |= {"lr": used.lr, "betas": used.betas, "eps": used.eps, "weight_decay": decay}
+        optimizer.zero_grad()
+        loss, count = reference.language_loss(model, reference.make_batch(index))
+        (loss * (count if settings else 1)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), used.clip_grad or float("inf"))
+        optimizer.step()
+        figures += [norm.item(), used.lr]
+    return figures
+
+
+def test_settings_of_a_step_are_its_own(tmp_path: Path, run_ranks: RankLauncher):
+    """Steps with settings equal torch's on summed gradients; the next step has the optimizer's own, and lr of step 0."""
+    model = write_model(tmp_path / "source", "qwen3", tied=True)
+    expected = plain_steps_with_settings(model.double())
+    assert expected[0] > 1, "clipping takes part"
+    weights = model.state_dict()
+    for num_ranks, layouts in {1: ["1-1-1"], 4: ["2-2-1", "1-2-2", "1-1-4"]}.items():
+        by_rank = run_ranks(num_ranks, step_with_settings, tmp_path / "source", layouts, tmp_path)
+        for number, sizes in enumerate(layouts):
+            for records in by_rank:
+                assert records[number] == pytest.approx(expected, rel=1e-4), sizes
+            for name, tensor in load_file(tmp_path / sizes / "model.safetensors").items():
+                worst = (tensor - weights[name]).abs().max().item()
+                assert worst < 3e-4, (
+                    f"{sizes}: {name} differs by {worst}"
+                )  # float32 moves as much from float64

@@ -173,7 +173,7 @@ def test_a_switch_gives_and_takes_memory_as_the_ledger_says(hybrid, trainer):
     assert released >= 4 * sum(weight.numel() for weight in weights.values()) - rounding, (
         "float32 gradients at least"
     )
-    generated = generate(generation, [PROMPT], [7], SamplingSettings(RESPONSE_TOKENS))[0]
+    generated = generate(generation, [PROMPT], [7], [SamplingSettings(RESPONSE_TOKENS)])[0]
     back = engine.to_train()
     assert back.redundant_bytes == 0 and generation.weights.live_bytes == 0 and generation.kv_cache_bytes == 0
     torch.cuda.synchronize()

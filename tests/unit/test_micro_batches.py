@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from hybridengine.errors import ConfigError, ProtocolError
 from hybridengine.rows.balance import balance_rows
-from hybridengine.rows.micro_batches import cut_rows
+from hybridengine.rows.micro_batches import cut_rows, cut_whole_rows, gather_rows, with_empty_rows
 
 row_counts = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
@@ -117,3 +117,35 @@ def test_a_column_without_a_value_for_each_response_token_is_named(shape: tuple[
     ):
         cut_rows(rows, 8, ["right", "advantages"])
     assert len(cut_rows(rows, 8, ["right"])) == 2
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(0, 20))
+@settings(max_examples=100, deadline=None)
+def test_whole_rows_are_cut_to_the_longest_and_gathered_in_order(lengths: list[int], room: int) -> None:
+    """Empty rows have one masked position; results beyond a row's length are zero."""
+    width = 9
+    values = torch.arange(1.0, len(lengths) * width + 1).view(-1, width)
+    batch = TensorDict({"lengths": torch.tensor(lengths), "values": values}, batch_size=[len(lengths)])
+    max_tokens = max(1, *lengths) + room
+    micro = cut_whole_rows(batch, max_tokens, ["values"])
+    for part in micro:
+        longest = max(1, *(lengths[row] for row in part.rows))
+        assert part.columns["mask"].tolist() == [
+            [place < lengths[row] for place in range(longest)] for row in part.rows
+        ]
+        assert torch.equal(part.columns["values"], values[part.rows, :longest])
+        assert part.columns["mask"].numel() <= max_tokens
+    expected = [
+        [value if place < length else 0.0 for place, value in enumerate(row)]
+        for row, length in zip(values.tolist(), lengths, strict=True)
+    ]
+    gathered = gather_rows([(part, part.columns["values"]) for part in micro], len(lengths), width)
+    assert gathered.tolist() == expected
+
+
+@pytest.mark.parametrize(("num_rows", "expected"), [(1, 2), (2, 2), (5, 5)])
+def test_empty_rows_fill_up_what_is_missing(num_rows: int, expected: int) -> None:
+    batch = TensorDict({"lengths": torch.tensor([3, 4]), "values": torch.ones(2, 4)}, batch_size=[2])
+    filled = with_empty_rows(batch, num_rows)
+    assert filled["lengths"].tolist() == [3, 4, *[0] * (expected - 2)]
+    assert filled["values"].tolist() == [[1.0] * 4] * 2 + [[0.0] * 4] * (expected - 2)

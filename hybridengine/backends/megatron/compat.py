@@ -7,6 +7,7 @@ uneven stages                  a stage's layers are passed as a list: the pipeli
 buffers released by bucket     the contiguous parameter buffer is replaced by one tensor per bucket
 optimizer state by parameter   ranges and moments of a distributed optimizer are read from its internal structures
 one replica                    reduce-scatter and all-gather within one rank, which copy everything, are skipped
+settings of one step           parameter groups hold a multiple of the weight decay; the optimizers' config the clipping
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
 
+from hybridengine.config.sections import OptimizerSection
 from hybridengine.families.family import NameSet
 
 
@@ -87,6 +89,30 @@ def fuse_steps(optimizer: Any) -> None:
         if isinstance(one.optimizer, torch.optim.Adam | torch.optim.AdamW):
             for group in one.optimizer.param_groups:
                 group["fused"] = True
+
+
+@contextlib.contextmanager
+def settings_of_a_step(optimizer: Any, settings: OptimizerSection) -> Iterator[None]:
+    """Make Megatron's optimizer step with other settings while the context is open; its schedule must not step in it."""
+    parts = plain_optimizers(optimizer)
+    # One by one: the optimizers may share a config, which they read `clip_grad` from at every step.
+    configs = list({id(one.config): one.config for one in parts}.values())
+    groups = [group for one in parts for group in one.param_groups]
+    names = ("lr", "betas", "eps", "weight_decay")
+    usual = [{name: group[name] for name in names} for group in groups]
+    usual_clips = [config.clip_grad for config in configs]
+    try:
+        for group in groups:
+            group |= {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
+            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+        for config in configs:
+            config.clip_grad = settings.clip_grad
+        yield
+    finally:
+        for group, values in zip(groups, usual, strict=True):
+            group |= values
+        for config, clip in zip(configs, usual_clips, strict=True):
+            config.clip_grad = clip
 
 
 def plain_optimizers(optimizer: Any) -> list[Any]:

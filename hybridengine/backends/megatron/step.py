@@ -74,7 +74,7 @@ class PipelineRunner:
         try:
             return self._run(batches, loss, forward_only=False)
         except BaseException:  # the gradients contain a partial pass, whose tokens are not counted
-            self._num_tokens = None
+            self.drop_gradients()
             raise
 
     @property
@@ -82,10 +82,16 @@ class PipelineRunner:
         """True if passes have left gradients that are not finished."""
         return self._num_tokens is not None
 
-    def finish_gradients(self) -> None:
-        """Reduce the gradients of all passes over replicas and stages, and divide them by the number of tokens."""
+    def finish_gradients(self, summed: bool = False) -> None:
+        """Reduce the gradients of all passes over replicas and stages; unless `summed`, divide them by the tokens."""
         with device_shim():
-            finalize_model_grads([self.module], self._num_tokens, pg_collection=self.groups)
+            finalize_model_grads(
+                [self.module], None if summed else self._num_tokens, pg_collection=self.groups
+            )
+        self._num_tokens = None
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of all passes that are not finished."""
         self._num_tokens = None
 
     def _note_tokens(self, model: object, num_tokens: Tensor, **_: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -194,22 +195,30 @@ class MegatronTrainer(MegatronModel):
                 self._ddp.zero_grad_buffer()
         return self._runner.forward_backward(batches, loss)
 
-    def optimizer_step(self) -> StepResult:
-        """Take one step along the mean gradient per token since the last step, or skip it (`Policy`)."""
+    def drop_gradients(self) -> None:
+        """Forget the pending gradients (`Policy`)."""
+        self._runner.drop_gradients()
+
+    def optimizer_step(self, settings: OptimizerSection | None = None, *, summed: bool = False) -> StepResult:
+        """Take one step along the mean gradient per token since the last step, or their sum, or skip it (`Policy`)."""
         assert self._optimizer is not None, "start_optimizer comes before the first step"
         self.expect_weights()
         if not self._runner.has_gradients:
             raise StorageError(
                 "no gradients wait for an optimizer step; call forward_backward before optimizer_step"
             )
-        self._runner.finish_gradients()
-        lr = self._optimizer.param_groups[0]["lr"]
-        if not self._gradients_are_finite():
-            return StepResult(math.nan, lr, skipped=True)
-        with device_shim():
+        self._runner.finish_gradients(summed)
+        with contextlib.ExitStack() as stack:
+            if settings is not None:
+                stack.enter_context(compat.settings_of_a_step(self._optimizer, settings))
+            lr = self._optimizer.param_groups[0]["lr"]
+            if not self._gradients_are_finite():
+                return StepResult(math.nan, lr, skipped=True)
+            stack.enter_context(device_shim())
             _, grad_norm, _ = self._optimizer.step()
-            self._schedule.step(increment=1)
             self._optimizer.zero_grad()
+        if settings is None:
+            self._schedule.step(increment=1)
         self.version += 1
         return StepResult(float(grad_norm), lr)
 

@@ -57,7 +57,9 @@ def fill_engine(rank: int, folder: Path, generation: GenerationGrid) -> Filled:
             for name in sorted({*found, *expected})
             if name not in found or name not in expected or not torch.equal(found[name], expected[name])
         ],
-        generated=generate(engine, PROMPTS, range(len(PROMPTS)), SamplingSettings(NEW_TOKENS, 0.0)),
+        generated=generate(
+            engine, PROMPTS, range(len(PROMPTS)), [SamplingSettings(NEW_TOKENS, 0.0)] * len(PROMPTS)
+        ),
     )
 
 

@@ -128,7 +128,7 @@ def live_through_rounds(rank: int, folder: Path, sizes: tuple[str, str, RankOrde
         num_threads=num_threads,
         caches_prefixes=cache.enable_prefix_caching,
         block_tokens=cache.block_size,
-        error_while_training=_error_of(lambda: generate(engine, [[1]], [0], SamplingSettings(1))),
+        error_while_training=_error_of(lambda: generate(engine, [[1]], [0], [SamplingSettings(1)])),
         shared_memory=[path.name for path in SHARED_MEMORY.glob(f"{identity}-*")],
     )
     for number in range(3):
@@ -222,12 +222,12 @@ def _round(
     to_generate = hybrid.to_generate()
     resident.append(_resident_bytes())
     cache_bytes = [engine.kv_cache_bytes]
-    greedy = generate(engine, prompts, SEEDS, SamplingSettings(NEW_TOKENS, 0.0))
-    sampled = generate(engine, prompts, SEEDS, sampling)
+    greedy = generate(engine, prompts, SEEDS, [SamplingSettings(NEW_TOKENS, 0.0)] * len(prompts))
+    sampled = generate(engine, prompts, SEEDS, [sampling] * len(prompts))
     # Trained weights do not change how seeds are followed: the third round compares only its tokens.
     repeated = number < 2
-    again = generate(engine, prompts, SEEDS, sampling) if repeated else []
-    otherwise = generate(engine, prompts, OTHER_SEEDS, sampling) if repeated else []
+    again = generate(engine, prompts, SEEDS, [sampling] * len(prompts)) if repeated else []
+    otherwise = generate(engine, prompts, OTHER_SEEDS, [sampling] * len(prompts)) if repeated else []
     to_train = hybrid.to_train()
     cache_bytes.append(engine.kv_cache_bytes)
     resident.append(_resident_bytes())

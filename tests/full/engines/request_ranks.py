@@ -76,15 +76,15 @@ def exercise_engine(rank: int, folder: Path, generation: GenerationGrid) -> Seen
     settings = EngineSettings(MAX_TOKENS, 8, 64 * 2**20, tokenizer=str(folder))
     engine = VllmEngine(folder, shape, generation, settings, identity)
     engine._runner.model.load_weights(load_file(folder / "model.safetensors").items())
-    sampled = generate(engine, PROMPTS, SEEDS, SAMPLED)
-    greedy = generate(engine, PROMPTS, SEEDS, SamplingSettings(NEW_TOKENS, 0.0))
+    sampled = generate(engine, PROMPTS, SEEDS, every(SAMPLED))
+    greedy = generate(engine, PROMPTS, SEEDS, every(SamplingSettings(NEW_TOKENS, 0.0)))
     stops = (greedy[1].token_ids[3], greedy[5].token_ids[0])
     texts = (f"{word(greedy[1].token_ids[3])} {word(greedy[1].token_ids[4])}",)
     _refuse_wrong_requests(engine)
     return Seen(
         sampled=sampled,
         alone=[
-            generate(engine, [prompt], [seed], SAMPLED)[0]
+            generate(engine, [prompt], [seed], [SAMPLED])[0]
             for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
         ],
         coming_and_going=_come_and_go(engine),
@@ -92,15 +92,22 @@ def exercise_engine(rank: int, folder: Path, generation: GenerationGrid) -> Seen
         kept=_change_weights(engine, keep_kv=True),
         continued=_continue(engine, sampled),
         crowded=_crowd(engine),
-        truncated=[generate(engine, PROMPTS, SEEDS, sampling) for sampling in TRUNCATED],
+        truncated=[generate(engine, PROMPTS, SEEDS, every(sampling)) for sampling in TRUNCATED],
         greedy=greedy,
-        stopped=generate(engine, PROMPTS, SEEDS, SamplingSettings(NEW_TOKENS, 0.0, stop_token_ids=stops)),
+        stopped=generate(
+            engine, PROMPTS, SEEDS, every(SamplingSettings(NEW_TOKENS, 0.0, stop_token_ids=stops))
+        ),
         stop_token_ids=stops,
         stopped_by_text=generate(
-            engine, PROMPTS, SEEDS, SamplingSettings(NEW_TOKENS, 0.0, stop_strings=texts)
+            engine, PROMPTS, SEEDS, every(SamplingSettings(NEW_TOKENS, 0.0, stop_strings=texts))
         ),
         stop_strings=texts,
     )
+
+
+def every(sampling: SamplingSettings) -> list[SamplingSettings]:
+    """Return the same settings for each of `PROMPTS`."""
+    return [sampling] * len(PROMPTS)
 
 
 def _requests(sampling: SamplingSettings = SAMPLED, prefix: str = "") -> list[Request]:
@@ -172,7 +179,7 @@ def _crowd(engine: VllmEngine) -> list[Response]:
     num_taken = pool.get_num_free_blocks() - SMALL_CACHE_TOKENS // scheduler.cache_config.block_size
     taken = pool.get_new_blocks(num_taken)
     try:
-        return generate(engine, PROMPTS, SEEDS, SAMPLED)
+        return generate(engine, PROMPTS, SEEDS, every(SAMPLED))
     finally:
         pool.free_blocks(taken)
         scheduler.max_num_scheduled_tokens = num_tokens
@@ -191,32 +198,34 @@ def _second_fails(add: Callable[..., str]) -> Callable[..., str]:
 
 
 def _refuse_wrong_requests(engine: VllmEngine) -> None:
-    assert generate(engine, [], [], SAMPLED) == []
+    assert generate(engine, [], [], []) == []
     for wrong in ([], [1] * (MAX_TOKENS - NEW_TOKENS + 1)):
         with pytest.raises(DataError, match=f"the prompt of request '1' has {len(wrong)} tokens"):
-            generate(engine, [[1], wrong], [1, 2], SAMPLED)
+            generate(engine, [[1], wrong], [1, 2], [SAMPLED] * 2)
     vocab_size = engine._vocab_size
     for token in (-1, vocab_size):
         with pytest.raises(
             DataError, match=rf"request '1' has the token {token}, .* from 0 to {vocab_size - 1};"
         ):
-            generate(engine, [[1], [1, token]], [1, 2], SAMPLED)
+            generate(engine, [[1], [1, token]], [1, 2], [SAMPLED] * 2)
         with pytest.raises(DataError, match=rf"the stop_token_ids of request '0' has the token {token},"):
-            generate(engine, [[1]], [1], SamplingSettings(1, stop_token_ids=(0, token)))
+            generate(engine, [[1]], [1], [SamplingSettings(1, stop_token_ids=(0, token))])
     with (
         mock.patch.object(
             engine._engine, "add_request", side_effect=_second_fails(engine._engine.add_request)
         ),
         pytest.raises(RuntimeError, match="no room"),
     ):
-        generate(engine, [[1], [1]], [1, 2], SAMPLED)
-    with pytest.raises(DataError, match="2 prompts and 1 seeds were given"):
-        generate(engine, [[1], [1]], [1], SAMPLED)
+        generate(engine, [[1], [1]], [1, 2], [SAMPLED] * 2)
+    with pytest.raises(DataError, match="2 prompts, 1 seeds and 2 sampling settings were"):
+        generate(engine, [[1], [1]], [1], [SAMPLED] * 2)
+    with pytest.raises(DataError, match="2 prompts, 2 seeds and 1 sampling settings were"):
+        generate(engine, [[1], [1]], [1, 2], [SAMPLED])
     request = Request("twice", (1,), 1, SAMPLED)
     with pytest.raises(DataError, match="'twice' already"):
         engine.add([request, request])
     assert engine.num_unfinished == 0
     engine.add([request])
     with pytest.raises(StorageError, match="1 unfinished"):
-        generate(engine, [[1]], [1], SAMPLED)
+        generate(engine, [[1]], [1], [SAMPLED])
     engine.abort(["twice"])

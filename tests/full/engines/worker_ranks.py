@@ -10,7 +10,8 @@ import torch.distributed as dist
 from tensordict import NonTensorStack, TensorDict
 
 from hybridengine.config import Role, RunConfig
-from hybridengine.rows.protocols import ROW_NUMBERS, GroupTopology, RankContext, registered
+from hybridengine.rows.batch import columns_of
+from hybridengine.rows.protocols import ROW_NUMBERS, GroupTopology, RankContext, Registration, registered
 from tests.full.engines.vllm_ranks import take_place
 from tests.gloo.row_parts import concat_rows, slice_rows
 from workers.actor import ActorWorker
@@ -67,9 +68,7 @@ class Group:
         sizes = {len(value) for value in arguments if isinstance(value, TensorDict)}
         ranges = registration.protocol.row_ranges(sizes.pop(), self._topology) if sizes else ()
         args = [
-            self._part(value, ranges[self._rank], registration.columns)
-            if isinstance(value, TensorDict)
-            else value
+            self._part(value, ranges[self._rank], registration) if isinstance(value, TensorDict) else value
             for value in arguments
         ]
         result = getattr(self.worker, method)(*args, **options)
@@ -79,10 +78,12 @@ class Group:
         return concat_rows(results) if registration.returns_rows else results
 
     @staticmethod
-    def _part(batch: TensorDict, rows: range, columns: tuple[str, ...] | None) -> TensorDict:
+    def _part(batch: TensorDict, rows: range, registration: Registration) -> TensorDict:
         part = slice_rows(batch, rows)
         part[ROW_NUMBERS] = torch.arange(rows.start, rows.stop)
-        return part if columns is None else part.select(*columns)
+        if registration.columns is None:
+            return part
+        return part.select(*registration.columns, *(set(registration.optional) & set(columns_of(part))))
 
 
 def run_all_roles(rank: int, run: RunConfig, actor: Path, scorer: Path) -> dict[str, Any]:

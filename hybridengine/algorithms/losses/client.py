@@ -1,0 +1,175 @@
+"""Losses that a client of the Tinker API chooses by name for rows of its own. Shape suffixes: B sequences, T positions.
+
+Each is a sum over the T positions of a row, with no prompt and no mean: the client's columns decide what counts. p is the
+model's probability of a position's target, q that of the sampler (column `logprobs`), A the advantage, r = p/q:
+
+    cross_entropy        -log p·w                        w of any sign, so that a client can send a gradient of its own
+    importance_sampling  -r·A
+    ppo                  -min(r·A, clip(r)·A)
+    cispo                -clip(r)·log p·A                no gradient through the clipped ratio
+    dro                  -(log p·A - beta/2·(log r)^2)   also where A = 0: the second term counts at every position
+    gspo                 -min(s·A, clip(s)·A)            s: geometric mean of r over the row's `sequence_ratio_mask`
+
+clip(r) bounds the ratio itself by `clip_low_threshold` and `clip_high_threshold`. s has the same value at all positions
+of a row, and at each the gradient of its own log p (GSPO-token). Gradient flows through the model's log-probs only.
+
+Source: tinker-docs.thinkingmachines.ai/tinker/losses; arXiv 1707.06347, equation 7 (ppo); arXiv 2506.13585, equation 4
+    (cispo); arXiv 2405.19107 (dro); arXiv 2507.18071, sections 4.1 and 4.3 (gspo).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hybridengine.algorithms.kl import MAX_LOG_RATIO
+from hybridengine.algorithms.masking import check_shapes, zero_masked
+from hybridengine.errors import ConfigError, DataError
+
+Columns = Mapping[str, Tensor]
+Settings = Mapping[str, float]
+
+LOSS_SUM = "loss:sum"
+"""Metric of every loss: its sum. As in all metrics of the API, the reduction follows the colon."""
+
+
+def cross_entropy(log_probs_BT: Tensor, columns: Columns, settings: Settings) -> Tensor:
+    return -log_probs_BT * columns["weights"]
+
+
+def importance_sampling(log_probs_BT: Tensor, columns: Columns, settings: Settings) -> Tensor:
+    return -_ratios(log_probs_BT - columns["logprobs"]) * columns["advantages"]
+
+
+def ppo(log_probs_BT: Tensor, columns: Columns, settings: Settings) -> Tensor:
+    return _clipped(_ratios(log_probs_BT - columns["logprobs"]), columns["advantages"], settings)
+
+
+def cispo(log_probs_BT: Tensor, columns: Columns, settings: Settings) -> Tensor:
+    ratios_BT = _clip(_ratios(log_probs_BT - columns["logprobs"]), settings).detach()
+    return -ratios_BT * log_probs_BT * columns["advantages"]
+
+
+def dro(log_probs_BT: Tensor, columns: Columns, settings: Settings) -> Tensor:
+    squares_BT = (log_probs_BT - columns["logprobs"]).square()
+    return 0.5 * settings["beta"] * squares_BT - log_probs_BT * columns["advantages"]
+
+
+def gspo(log_probs_BT: Tensor, columns: Columns, settings: Settings) -> Tensor:
+    counted_BT = columns["sequence_ratio_mask"] != 0
+    log_ratios_BT = zero_masked(log_probs_BT.detach() - columns["logprobs"], counted_BT)
+    means_B1 = log_ratios_BT.sum(1, keepdim=True) / counted_BT.sum(1, keepdim=True).clamp(min=1)
+    ratios_BT = _ratios(means_B1) * (log_probs_BT - log_probs_BT.detach()).exp()
+    return _clipped(ratios_BT, columns["advantages"], settings)
+
+
+def _ratios(log_ratios: Tensor) -> Tensor:
+    """Return the ratios, within e^±20, because inf·0 would be NaN."""
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _clip(ratios_BT: Tensor, settings: Settings) -> Tensor:
+    return ratios_BT.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"])
+
+
+def _clipped(ratios_BT: Tensor, advantages_BT: Tensor, settings: Settings) -> Tensor:
+    return -torch.minimum(ratios_BT * advantages_BT, _clip(ratios_BT, settings) * advantages_BT)
+
+
+@dataclass(frozen=True)
+class ClientLoss:
+    """A loss, and what a client sends for it."""
+
+    per_token: Callable[[Tensor, Columns, Settings], Tensor]
+    """(log-probs of the targets, columns, settings), all [B, T] -> losses [B, T]."""
+    columns: tuple[str, ...]
+    """Columns that a row needs, [T] each."""
+    settings: Settings = field(default_factory=dict)
+    """Settings that it takes, with their defaults."""
+
+
+def _thresholds(low: float, high: float) -> Settings:
+    return {"clip_low_threshold": low, "clip_high_threshold": high}
+
+
+POLICY_COLUMNS = ("logprobs", "advantages")
+CLIENT_LOSSES: Mapping[str, ClientLoss] = {
+    "cross_entropy": ClientLoss(cross_entropy, ("weights",)),
+    "importance_sampling": ClientLoss(importance_sampling, POLICY_COLUMNS),
+    "ppo": ClientLoss(ppo, POLICY_COLUMNS, _thresholds(0.8, 1.2)),
+    "cispo": ClientLoss(cispo, POLICY_COLUMNS, _thresholds(0.0, 4.0)),
+    "dro": ClientLoss(dro, POLICY_COLUMNS, {"beta": 0.05}),
+    # The paper's range, arXiv 2507.18071, section 5.1: the API's documentation names no default.
+    "gspo": ClientLoss(gspo, (*POLICY_COLUMNS, "sequence_ratio_mask"), _thresholds(1 - 3e-4, 1 + 4e-4)),
+}
+"""Name in the API -> loss."""
+LOSS_COLUMNS = tuple(dict.fromkeys(name for loss in CLIENT_LOSSES.values() for name in loss.columns))
+"""Columns of all losses."""
+
+
+def check_client_loss(loss: str, columns: Iterable[str], settings: Settings) -> dict[str, float]:
+    """Return all settings of a loss, defaults included.
+
+    Args:
+        columns: columns of the client's rows, without their targets.
+        settings: settings that differ from the defaults.
+
+    Raises:
+        ConfigError: there is no such loss, it has no such setting, or a setting's value is out of range.
+        DataError: the rows lack a column, or have one that the loss would ignore.
+    """
+    if loss not in CLIENT_LOSSES:
+        raise ConfigError(f"loss_fn={loss!r} is not built here; choose one of {', '.join(CLIENT_LOSSES)}")
+    known = CLIENT_LOSSES[loss]
+    complete = dict(known.settings) | dict(settings)
+    unknown = sorted(complete.keys() - known.settings.keys())
+    if unknown:
+        raise ConfigError(
+            f"loss_fn_config has {', '.join(unknown)}, and {loss} takes {_listed(known.settings)}; remove the others"
+        )
+    for name, value in complete.items():
+        if not math.isfinite(value) or value < 0:
+            raise ConfigError(
+                f"{name}={value} of {loss} must be a number of at least 0; choose another value"
+            )
+    low, high = (complete.get(f"clip_{end}_threshold", 0.0) for end in ("low", "high"))
+    if low > high:
+        raise ConfigError(
+            f"clip_low_threshold={low} of {loss} exceeds clip_high_threshold={high}; these bound the ratio itself,"
+            " such as 0.8 and 1.2: exchange them"
+        )
+    found = set(columns)
+    if found != set(known.columns):
+        raise DataError(
+            f"loss_fn_inputs has {_listed(sorted(found))} beside the targets, and {loss} takes"
+            f" {_listed(known.columns)}; send these for every datum, and no others"
+        )
+    return complete
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "nothing"
+
+
+def client_loss(
+    loss: str, log_probs_BT: Tensor, columns: Columns, mask_BT: Tensor, settings: Settings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return (each row's loss, with gradient; its metrics, without), to be summed over rows of any micro-batches.
+
+    Shapes: all [B, T] -> [B] each.
+    Args:
+        columns: what the loss needs (`ClientLoss.columns`).
+        mask_BT: False at padding, which adds nothing and whose entries may be NaN.
+        settings: all of the loss's settings (`check_client_loss`).
+    """
+    known = CLIENT_LOSSES[loss]
+    needed = {name: columns[name] for name in known.columns}
+    check_shapes(log_probs_BT=log_probs_BT, mask_BR=mask_BT, **needed)
+    clean = {name: zero_masked(column_BT.detach(), mask_BT) for name, column_BT in needed.items()}
+    # A masked log-prob of 0 makes every loss 0, dro's too.
+    losses_B = known.per_token(zero_masked(log_probs_BT, mask_BT), clean, settings).sum(1)
+    return losses_B, {LOSS_SUM: losses_B.detach().clone()}

@@ -1,0 +1,135 @@
+"""An actor that a client drives with its own rows, losses and steps (the Tinker API), in place of an algorithm of a run.
+
+Shapes: B rows, T positions, P prompt tokens, R response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from hybridengine.algorithms.losses.client import LOSS_COLUMNS, check_client_loss, client_loss
+from hybridengine.backends.engine import SamplingSettings
+from hybridengine.backends.megatron.outputs import vocab_parallel_log_probs
+from hybridengine.backends.policy import MicroBatch
+from hybridengine.config import RunConfig
+from hybridengine.config.sections import OptimizerSection
+from hybridengine.errors import DataError
+from hybridengine.rows.batch import columns_of
+from hybridengine.rows.micro_batches import CLIENT_COLUMNS, cut_whole_rows, gather_rows
+from hybridengine.rows.protocols import (
+    ONE_TO_ALL,
+    PROTO_3D,
+    PROTO_3D_ALL_MICRO_DP,
+    ROW_NUMBERS,
+    RankContext,
+    register,
+)
+from workers.actor import ActorWorker
+
+
+class ClientActor(ActorWorker):
+    """One rank of an actor that a client drives; its engine has the run's tokenizer, for stop strings."""
+
+    def __init__(
+        self, context: RankContext, run: RunConfig, folder: str | Path, stop_token_ids: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(context, run, folder, stop_token_ids, tokenizer=str(run.tokenizer_folder))
+
+    @register(ONE_TO_ALL)
+    def begin_model(self) -> None:
+        """Start a client's model on the current weights: version 0, a fresh optimizer and no pending gradients."""
+        self.trainer.expect_weights()
+        self.trainer.drop_gradients()
+        steady = self.section.optimizer.model_copy(update={"schedule": "constant", "warmup_steps": 0})
+        self.trainer.start_optimizer(steady, offload=self.section.offload)
+        self.trainer.version = 0
+
+    @register(PROTO_3D, CLIENT_COLUMNS, optional=[*LOSS_COLUMNS], returns_rows=True)
+    def pass_rows(
+        self, batch: TensorDictBase, loss: str, settings: dict[str, float], backward: bool
+    ) -> TensorDict | None:
+        """Return `log_probs` [B, T] of the targets, and the loss's metrics [B]; add gradients to the pending ones.
+
+        Reads `tokens` and `targets` [B, T] int64, `lengths` [B], and the columns of `loss` [B, T] (`CLIENT_LOSSES`).
+        Log-probs are those at temperature 1, and 0 beyond a row's length. A metric of all rows is the column's sum. A
+        batch smaller than the number of replicas needs empty rows (`with_empty_rows`).
+
+        Args:
+            settings: settings of the loss that differ from its defaults.
+            backward: False for a forward pass, which adds no gradients.
+
+        Raises:
+            ConfigError, DataError: see `check_client_loss`; a token is unknown to the model; or one row alone exceeds
+                `micro_batch_tokens`.
+        """
+        needed = [name for name in columns_of(batch) if name in LOSS_COLUMNS]
+        settings = check_client_loss(loss, needed, settings)
+        self._check_tokens(batch)
+
+        def output(logits: Tensor, columns: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            log_probs, _ = vocab_parallel_log_probs(
+                logits, columns["targets"], self.shape.vocab_size, self.model.groups.tp
+            )
+            losses, metrics = client_loss(loss, log_probs, columns, columns["mask"], settings)
+            return losses.sum(), {"log_probs": log_probs.detach()} | metrics
+
+        def summed(logits: Tensor, columns: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            total, found = output(logits, columns)
+            return total, columns["mask"].sum().int(), found
+
+        micro = cut_whole_rows(batch, self.max_tokens, ["tokens", "targets", *needed])
+        columns = [part.columns for part in micro]
+        if backward:
+            found = self.trainer.forward_backward(columns, summed)
+        else:
+            found = self.trainer.forward(columns, lambda logits, batch: output(logits, batch)[1])
+        if not self.model.is_last_stage:
+            return None
+        log_probs = [(part, one.pop("log_probs")) for part, one in zip(micro, found, strict=True)]
+        result = {"log_probs": gather_rows(log_probs, len(batch), batch["tokens"].size(1))}
+        for name in found[0]:
+            result[name] = torch.zeros(len(batch))
+            for part, one in zip(micro, found, strict=True):
+                result[name][part.rows] = one[name].float().cpu()
+        return TensorDict(result, batch_size=[len(batch)])  # type: ignore[arg-type]
+
+    def _check_tokens(self, batch: TensorDictBase) -> None:
+        for name in ("tokens", "targets"):
+            low, high = (int(bound) for bound in batch[name].aminmax())
+            if low < 0 or high >= self.shape.vocab_size:
+                raise DataError(
+                    f"column {name!r} has the token {low if low < 0 else high}, and the model knows tokens from 0 to"
+                    f" {self.shape.vocab_size - 1}; take tokens of the model's own tokenizer"
+                )
+
+    @register(ONE_TO_ALL)
+    def step_with(self, settings: OptimizerSection) -> dict[str, float]:
+        """Take one optimizer step along the sum of the pending gradients; return `lr`, `grad_norm` and `skipped` (0, 1).
+
+        A gradient that is not finite is skipped, as in `Policy.optimizer_step`, and dropped.
+        """
+        result = self.trainer.optimizer_step(settings, summed=True)
+        return {"lr": result.lr, "grad_norm": result.grad_norm, "skipped": float(result.skipped)}
+
+    @register(
+        PROTO_3D_ALL_MICRO_DP, ["prompt_tokens", "prompt_lengths", "seeds", ROW_NUMBERS], returns_rows=True
+    )
+    def sample(self, prompts: TensorDictBase, sampling: Sequence[SamplingSettings]) -> TensorDict:
+        """Return a response to each prompt, with settings of its own: the columns of `generate_sequences`, and `stopped`.
+
+        Reads `prompt_tokens` [B, P], `prompt_lengths` [B] and `seeds` [B] int64. R is the largest `max_tokens`. `stopped`
+        [B] is True where a stop token or string has ended the response, which is its end, and False at `max_tokens`.
+
+        Args:
+            sampling: settings of each row of the call, in order, on all ranks.
+        """
+        own = [sampling[number] for number in prompts[ROW_NUMBERS].tolist()]
+        width = max(settings.max_tokens for settings in sampling)
+        rows, responses = self.respond(prompts, prompts["seeds"].tolist(), own, width)
+        rows["stopped"] = torch.tensor([response.finish_reason == "stop" for response in responses])
+        return rows
