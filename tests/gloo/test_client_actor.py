@@ -56,6 +56,7 @@ def _drive(group: Group, run: RunConfig, folder: Path, exports: Path) -> dict[st
     policy, weighted = of_loss(rows, "logprobs", "advantages"), of_loss(rows, "weights")
     group.call("begin_model")
     seen = {"weighted": group.call("pass_rows", weighted, "cross_entropy", {}, backward=False)}
+    seen["dro"] = group.call("pass_rows", policy, "dro", {"beta": 0.3}, backward=False)
     with pytest.raises(StorageError, match="no gradients wait"):
         group.worker.step_with(LINEAR)
     first = with_empty_rows(policy[:1], num_replicas)
@@ -148,6 +149,9 @@ def check_passes(seen: dict[str, Any], expected: Expected) -> None:
         torch.testing.assert_close(found.double(), expected.log_probs, rtol=0, atol=1e-4)
     weighted = -(expected.log_probs * make_rows()["weights"]).sum(1)
     assert seen["weighted"]["loss:sum"].tolist() == pytest.approx(weighted.tolist(), **close)
+    far = (expected.log_probs - make_rows()["logprobs"]).square()
+    dro = (0.15 * far - expected.log_probs * make_rows()["advantages"]).sum(1)
+    assert seen["dro"]["loss:sum"].tolist() == pytest.approx(dro.tolist(), **close)
     two = torch.cat([first["loss:sum"][:1], others["loss:sum"]])
     for found in (two, seen["whole"]["loss:sum"]):
         assert found.tolist() == pytest.approx(expected.losses, **close)
