@@ -12,9 +12,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from hybridengine.algorithms.losses.client import LOSS_COLUMNS, check_client_loss, client_loss
+from hybridengine.algorithms.losses.client import client_loss
+from hybridengine.algorithms.losses.client_inputs import LOSS_COLUMNS, check_client_loss
 from hybridengine.backends.engine import SamplingSettings
-from hybridengine.backends.megatron.outputs import vocab_parallel_log_probs
+from hybridengine.backends.megatron.outputs import vocab_parallel_log_probs, vocab_parallel_top
+from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.backends.policy import MicroBatch
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import OptimizerSection
@@ -39,15 +41,34 @@ class ClientActor(ActorWorker):
         self, context: RankContext, run: RunConfig, folder: str | Path, stop_token_ids: tuple[int, ...] = ()
     ) -> None:
         super().__init__(context, run, folder, stop_token_ids, tokenizer=str(run.tokenizer_folder))
+        self._folder = folder
+        self._own_weights: dict[str, Tensor] = {}
 
     @register(ONE_TO_ALL)
     def begin_model(self) -> None:
-        """Start a client's model on the current weights: version 0, a fresh optimizer and no pending gradients."""
-        self.trainer.expect_weights()
+        """Start a client's model on the base model's weights: version 0, a fresh optimizer and no pending gradients."""
         self.trainer.drop_gradients()
+        load_weights(self.trainer, self._folder)
         steady = self.section.optimizer.model_copy(update={"schedule": "constant", "warmup_steps": 0})
         self.trainer.start_optimizer(steady, offload=self.section.offload)
         self.trainer.version = 0
+
+    @register(ONE_TO_ALL)
+    def borrow_weights(self, folder: str) -> None:
+        """Hold the weights of a Hugging Face checkpoint until `return_weights`, and the own ones in host memory.
+
+        Gradients and optimizer stay as they are.
+        """
+        weights = self.trainer.weights
+        self._own_weights = {name: weights[name].detach().to("cpu", copy=True) for name in weights.names}
+        load_weights(self.trainer, folder)
+
+    @register(ONE_TO_ALL)
+    def return_weights(self) -> None:
+        """Restore the weights from before `borrow_weights`, bit by bit."""
+        for name, own in self._own_weights.items():
+            self.trainer.weights[name].copy_(own)
+        self._own_weights = {}
 
     @register(PROTO_3D, CLIENT_COLUMNS, optional=[*LOSS_COLUMNS], returns_rows=True)
     def pass_rows(
@@ -97,6 +118,33 @@ class ClientActor(ActorWorker):
             for part, one in zip(micro, found, strict=True):
                 result[name][part.rows] = one[name].float().cpu()
         return TensorDict(result, batch_size=[len(batch)])  # type: ignore[arg-type]
+
+    @register(PROTO_3D, CLIENT_COLUMNS, returns_rows=True)
+    def score(self, batch: TensorDictBase, num_top: int) -> TensorDict | None:
+        """Return `log_probs` [B, T] of the targets, and the `num_top` most likely tokens of each position.
+
+        The latter are `top_ids` (int64) and `top_log_probs`, [B, T, num_top], likeliest first. Everything else is as in
+        `pass_rows`.
+        """
+        self._check_tokens(batch)
+
+        def output(logits: Tensor, columns: MicroBatch) -> dict[str, Tensor]:
+            group, vocab_size = self.model.groups.tp, self.shape.vocab_size
+            log_probs, _ = vocab_parallel_log_probs(logits, columns["targets"], vocab_size, group)
+            ids, top = vocab_parallel_top(logits, num_top, vocab_size, group)
+            return {"log_probs": log_probs, "top_ids": ids, "top_log_probs": top}
+
+        micro = cut_whole_rows(batch, self.max_tokens, ["tokens", "targets"])
+        found = self.trainer.forward([part.columns for part in micro], output)
+        if not self.model.is_last_stage:
+            return None
+        size = len(batch), batch["tokens"].size(1)
+        gathered = {
+            name: gather_rows([(part, one[name]) for part, one in zip(micro, found, strict=True)], *size)
+            for name in found[0]
+        }
+        gathered["top_ids"] = gathered["top_ids"].long()  # ids below 2^24 are exact in float32
+        return TensorDict(gathered, batch_size=[len(batch)])  # type: ignore[arg-type]
 
     def _check_tokens(self, batch: TensorDictBase) -> None:
         for name in ("tokens", "targets"):

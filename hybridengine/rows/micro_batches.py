@@ -93,10 +93,11 @@ def with_empty_rows(batch: TensorDict, num_rows: int) -> TensorDict:
 
 
 def gather_rows(parts: Sequence[tuple[MicroRows, Tensor]], num_rows: int, width: int) -> Tensor:
-    """Return [num_rows, width] float32 from the [b, r] results of micro-batches; zero where they are masked."""
-    whole = torch.zeros(num_rows, width)
+    """Return [num_rows, width, ...] float32 from the [b, r, ...] results of micro-batches; zero where they are masked."""
+    whole = torch.zeros(num_rows, width, *parts[0][1].shape[2:])
     for micro, values in parts:
-        part = values.detach().float().cpu().masked_fill(~micro.columns["mask"], 0.0)
+        mask = micro.columns["mask"].reshape(*values.shape[:2], *[1] * (values.ndim - 2))
+        part = values.detach().float().cpu().masked_fill(~mask, 0.0)
         whole[micro.rows, : part.size(1)] = part
     return whole
 

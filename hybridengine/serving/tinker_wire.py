@@ -16,35 +16,17 @@ from google.protobuf.message import DecodeError
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
+from hybridengine.algorithms.losses.client_inputs import CLIENT_INPUTS, check_client_loss
 from hybridengine.errors import RequestError, shown
 from hybridengine.serving.ranks import LossRow, ModelFacts, Passed, Prompt, Sampled, TopLogProbs
 
 PROTOBUF = "application/x-protobuf"
+TARGETS = "target_tokens"
+"""Column of the tokens whose log-probs the loss is of."""
 MAX_BODY_BYTES = 64 * 2**20  # the SDK sends parts of about 5 MB
 
 Message = TypeVar("Message", bound=pydantic.BaseModel)
 
-
-@dataclass(frozen=True)
-class LossInputs:
-    """Columns and settings of a loss."""
-
-    columns: frozenset[str]
-    settings: frozenset[str] = frozenset()
-    wide: bool = False
-    """True if columns may have K targets per position."""
-
-
-_POLICY_COLUMNS = frozenset({"target_tokens", "logprobs", "advantages"})
-_CLIPPING = frozenset({"clip_low_threshold", "clip_high_threshold"})
-LOSSES = {
-    "cross_entropy": LossInputs(frozenset({"target_tokens", "weights"}), wide=True),
-    "importance_sampling": LossInputs(_POLICY_COLUMNS),
-    "ppo": LossInputs(_POLICY_COLUMNS, _CLIPPING),
-    "cispo": LossInputs(_POLICY_COLUMNS, _CLIPPING),
-    "gspo": LossInputs(_POLICY_COLUMNS, _CLIPPING),
-    "dro": LossInputs(_POLICY_COLUMNS, frozenset({"beta"})),
-}
 
 _DTYPES = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8")}
 _DTYPE_NAMES = {pb.DTYPE_FLOAT32: "float32", pb.DTYPE_INT64: "int64"}
@@ -112,9 +94,6 @@ def decode_forward_backward(
     Raises: RequestError that names the first row and column that cannot be used.
     """
     message = read_forward_backward(body)
-    if message.loss_fn not in LOSSES:
-        raise RequestError(f"loss_fn={message.loss_fn!r} is not served; choose {', '.join(LOSSES)}")
-    inputs = LOSSES[message.loss_fn]
     if not message.data:
         raise RequestError("data has no rows; send at least one")
     dense_bytes = sum(
@@ -124,34 +103,29 @@ def decode_forward_backward(
         raise RequestError(
             f"the columns have {dense_bytes} bytes when dense, more than {4 * limit_bytes}; send fewer rows per call"
         )
+    columns = [name for name in message.data[0].loss_fn_inputs if name != TARGETS]
+    settings = check_client_loss(message.loss_fn, columns, _settings(message))
     return ForwardBackward(
         tuple(_row(number, row, message.loss_fn, facts) for number, row in enumerate(message.data)),
         message.loss_fn,
-        _settings(message, inputs),
+        settings,
         not message.forward_only,
     )
 
 
-def _settings(message: pb.ForwardBackwardRequest, inputs: LossInputs) -> dict[str, float]:
-    """Return the loss's settings; `loss_fn_config_v2` supersedes `loss_fn_config`."""
+def _settings(message: pb.ForwardBackwardRequest) -> dict[str, float]:
+    """Return the client's settings; `loss_fn_config_v2` supersedes `loss_fn_config`."""
     settings: dict[str, float] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
             raise RequestError(f"loss_fn_config {name}={value.text!r} must be a number")
         settings[name] = value.number
-    for name, value in settings.items():
-        if name not in inputs.settings:
-            known = ", ".join(sorted(inputs.settings)) or "none"
-            raise RequestError(
-                f"loss_fn_config {name}={value} is no setting of {message.loss_fn}; it has {known}, leave {name} out"
-            )
-        if not math.isfinite(value):
-            raise RequestError(f"loss_fn_config {name}={value} must be finite")
     return settings
 
 
 def _row(number: int, row: pb.Datum, loss: str, facts: ModelFacts) -> LossRow:
-    inputs = LOSSES[loss]
+    inputs = CLIENT_INPUTS[loss]
+    wanted = {TARGETS, *inputs.columns}
     place = f"data[{number}]"
     tokens_T = _tokens(place, row)
     _check_ids(f"{place}.model_input", tokens_T, facts)
@@ -159,23 +133,22 @@ def _row(number: int, row: pb.Datum, loss: str, facts: ModelFacts) -> LossRow:
         raise RequestError(
             f"{place} has {len(tokens_T)} tokens, which must be 1 to {facts.context_tokens}; shorten or drop the row"
         )
-    if given := set(row.loss_fn_inputs) ^ inputs.columns:
-        word = "lacks" if given & inputs.columns else "has"
-        names = sorted(given & inputs.columns or given)
+    if set(row.loss_fn_inputs) != wanted:
         raise RequestError(
-            f"{place} {word} the columns {', '.join(names)}; {loss} takes {', '.join(sorted(inputs.columns))}"
+            f"{place}.loss_fn_inputs has {', '.join(sorted(row.loss_fn_inputs)) or 'nothing'}, and {loss} takes"
+            f" {', '.join(sorted(wanted))}; send these and no others"
         )
     columns = {
-        name: _column(f"{place}.{name}", name, tensor, len(tokens_T), inputs.wide)
+        name: _column(f"{place}.{name}", name, tensor, len(tokens_T), inputs.is_wide)
         for name, tensor in row.loss_fn_inputs.items()
     }
-    shape = columns["target_tokens"].shape
+    shape = columns[TARGETS].shape
     for name, column in columns.items():
         if column.shape != shape:
             raise RequestError(
                 f"{place}.{name} has the shape {[*column.shape]}, which must be that of target_tokens, {[*shape]}"
             )
-    _check_ids(f"{place}.target_tokens", columns["target_tokens"], facts)
+    _check_ids(f"{place}.target_tokens", columns[TARGETS], facts)
     return LossRow(tokens_T, columns)
 
 
@@ -201,7 +174,7 @@ def _check_ids(place: str, ids: np.ndarray, facts: ModelFacts) -> None:
 
 
 def _column(place: str, name: str, tensor: pb.Tensor, num_tokens: int, wide: bool) -> np.ndarray:
-    wanted = pb.DTYPE_INT64 if name == "target_tokens" else pb.DTYPE_FLOAT32
+    wanted = pb.DTYPE_INT64 if name == TARGETS else pb.DTYPE_FLOAT32
     if tensor.dtype != wanted:
         raise RequestError(
             f"{place} has the dtype {_DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}, which must be {_DTYPE_NAMES[wanted]}"

@@ -70,7 +70,11 @@ def test_rows_of_the_sdk_arrive() -> None:
 def test_settings_and_forward_only_arrive() -> None:
     body = encoded([datum([1, 2, 3], **POLICY)], "ppo", forward_only=True, clip_low_threshold=0.75)
     decoded = decode_forward_backward(body, FACTS)
-    assert (decoded.loss, decoded.settings, decoded.backward) == ("ppo", {"clip_low_threshold": 0.75}, False)
+    assert (decoded.loss, decoded.settings, decoded.backward) == (
+        "ppo",
+        {"clip_low_threshold": 0.75, "clip_high_threshold": 1.2},
+        False,
+    )
 
 
 @given(st.integers(1, 6), st.integers(1, 8), st.data())
@@ -136,11 +140,15 @@ def test_a_sparse_tensor_is_as_torch_reads_it_or_refused(crow, columns, shape) -
             "cross_entropy",
             r"target_tokens has the token id -1",
         ),
-        (datum([1, 2], target_tokens=[2, 3]), "cross_entropy", "lacks the columns weights"),
+        (
+            datum([1, 2], target_tokens=[2, 3]),
+            "cross_entropy",
+            "has nothing beside the targets, and cross_entropy takes weights",
+        ),
         (
             datum([1, 2], target_tokens=[2, 3], weights=[1, 1], mask=torch.ones(2)),
             "cross_entropy",
-            "has the columns mask",
+            "has mask, weights beside the targets",
         ),
         (
             datum([1, 2], target_tokens=[2, 3], weights=np.array([1, 1])),

@@ -19,16 +19,14 @@ Source: tinker-docs.thinkingmachines.ai/tinker/losses; arXiv 1707.06347, equatio
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from hybridengine.algorithms.kl import MAX_LOG_RATIO
+from hybridengine.algorithms.losses.client_inputs import CLIENT_INPUTS
 from hybridengine.algorithms.masking import check_shapes, zero_masked
-from hybridengine.errors import ConfigError, DataError
 
 Columns = Mapping[str, Tensor]
 Settings = Mapping[str, float]
@@ -80,79 +78,15 @@ def _clipped(ratios_BT: Tensor, advantages_BT: Tensor, settings: Settings) -> Te
     return -torch.minimum(ratios_BT * advantages_BT, _clip(ratios_BT, settings) * advantages_BT)
 
 
-@dataclass(frozen=True)
-class ClientLoss:
-    """A loss, and what a client sends for it."""
-
-    per_token: Callable[[Tensor, Columns, Settings], Tensor]
-    """(log-probs of the targets, columns, settings), all [B, T] -> losses [B, T]."""
-    columns: tuple[str, ...]
-    """Columns that a row needs, [T] each."""
-    settings: Settings = field(default_factory=dict)
-    """Settings that it takes, with their defaults."""
-
-
-def _thresholds(low: float, high: float) -> Settings:
-    return {"clip_low_threshold": low, "clip_high_threshold": high}
-
-
-POLICY_COLUMNS = ("logprobs", "advantages")
-CLIENT_LOSSES: Mapping[str, ClientLoss] = {
-    "cross_entropy": ClientLoss(cross_entropy, ("weights",)),
-    "importance_sampling": ClientLoss(importance_sampling, POLICY_COLUMNS),
-    "ppo": ClientLoss(ppo, POLICY_COLUMNS, _thresholds(0.8, 1.2)),
-    "cispo": ClientLoss(cispo, POLICY_COLUMNS, _thresholds(0.0, 4.0)),
-    "dro": ClientLoss(dro, POLICY_COLUMNS, {"beta": 0.05}),
-    # The paper's range, arXiv 2507.18071, section 5.1: the API's documentation names no default.
-    "gspo": ClientLoss(gspo, (*POLICY_COLUMNS, "sequence_ratio_mask"), _thresholds(1 - 3e-4, 1 + 4e-4)),
+CLIENT_LOSSES: Mapping[str, Callable[[Tensor, Columns, Settings], Tensor]] = {
+    "cross_entropy": cross_entropy,
+    "importance_sampling": importance_sampling,
+    "ppo": ppo,
+    "cispo": cispo,
+    "dro": dro,
+    "gspo": gspo,
 }
-"""Name in the API -> loss."""
-LOSS_COLUMNS = tuple(dict.fromkeys(name for loss in CLIENT_LOSSES.values() for name in loss.columns))
-"""Columns of all losses."""
-
-
-def check_client_loss(loss: str, columns: Iterable[str], settings: Settings) -> dict[str, float]:
-    """Return all settings of a loss, defaults included.
-
-    Args:
-        columns: columns of the client's rows, without their targets.
-        settings: settings that differ from the defaults.
-
-    Raises:
-        ConfigError: there is no such loss, it has no such setting, or a setting's value is out of range.
-        DataError: the rows lack a column, or have one that the loss would ignore.
-    """
-    if loss not in CLIENT_LOSSES:
-        raise ConfigError(f"loss_fn={loss!r} is not built here; choose one of {', '.join(CLIENT_LOSSES)}")
-    known = CLIENT_LOSSES[loss]
-    complete = dict(known.settings) | dict(settings)
-    unknown = sorted(complete.keys() - known.settings.keys())
-    if unknown:
-        raise ConfigError(
-            f"loss_fn_config has {', '.join(unknown)}, and {loss} takes {_listed(known.settings)}; remove the others"
-        )
-    for name, value in complete.items():
-        if not math.isfinite(value) or value < 0:
-            raise ConfigError(
-                f"{name}={value} of {loss} must be a number of at least 0; choose another value"
-            )
-    low, high = (complete.get(f"clip_{end}_threshold", 0.0) for end in ("low", "high"))
-    if low > high:
-        raise ConfigError(
-            f"clip_low_threshold={low} of {loss} exceeds clip_high_threshold={high}; these bound the ratio itself,"
-            " such as 0.8 and 1.2: exchange them"
-        )
-    found = set(columns)
-    if found != set(known.columns):
-        raise DataError(
-            f"loss_fn_inputs has {_listed(sorted(found))} beside the targets, and {loss} takes"
-            f" {_listed(known.columns)}; send these for every datum, and no others"
-        )
-    return complete
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "nothing"
+"""Name in the API -> (log-probs of the targets, columns, settings), all [B, T] -> losses [B, T]."""
 
 
 def client_loss(
@@ -162,14 +96,13 @@ def client_loss(
 
     Shapes: all [B, T] -> [B] each.
     Args:
-        columns: what the loss needs (`ClientLoss.columns`).
+        columns: what the loss needs (`CLIENT_INPUTS`).
         mask_BT: False at padding, which adds nothing and whose entries may be NaN.
         settings: all of the loss's settings (`check_client_loss`).
     """
-    known = CLIENT_LOSSES[loss]
-    needed = {name: columns[name] for name in known.columns}
+    needed = {name: columns[name] for name in CLIENT_INPUTS[loss].columns}
     check_shapes(log_probs_BT=log_probs_BT, mask_BR=mask_BT, **needed)
     clean = {name: zero_masked(column_BT.detach(), mask_BT) for name, column_BT in needed.items()}
     # A masked log-prob of 0 makes every loss 0, dro's too.
-    losses_B = known.per_token(zero_masked(log_probs_BT, mask_BT), clean, settings).sum(1)
+    losses_B = CLIENT_LOSSES[loss](zero_masked(log_probs_BT, mask_BT), clean, settings).sum(1)
     return losses_B, {LOSS_SUM: losses_B.detach().clone()}

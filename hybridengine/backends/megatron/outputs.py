@@ -64,6 +64,29 @@ def vocab_parallel_log_probs(
     return _LogProbs.apply(logits_BTW, targets_BT, vocab_size, group, temperature)  # type: ignore[no-any-return]
 
 
+def vocab_parallel_top(
+    logits_BTW: Tensor, num_top: int, vocab_size: int, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Return (ids, log-probabilities) of the most likely tokens of each position, both [B, T, num_top], likeliest first.
+
+    Not differentiable. `num_top` is at most `vocab_size`.
+    """
+    width = logits_BTW.size(-1)
+    own = torch.arange(width, device=logits_BTW.device) + group.rank() * width
+    logits_BTW = logits_BTW.detach().float().masked_fill(own >= vocab_size, float("-inf"))
+    found = logits_BTW.topk(min(num_top, width))
+    parts = [logits_BTW.logsumexp(-1, keepdim=True), found.values, own[found.indices].to(found.values.dtype)]
+    part = torch.cat(parts, -1).contiguous()  # ids below 2^24 are exact in float32
+    gathered = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(gathered, part, group=group)
+    totals, values, ids = zip(
+        *(one.split([1, *[(one.size(-1) - 1) // 2] * 2], -1) for one in gathered), strict=True
+    )
+    top = torch.cat(values, -1).topk(num_top)
+    log_probs = top.values - torch.cat(totals, -1).logsumexp(-1, keepdim=True)
+    return torch.cat(ids, -1).gather(-1, top.indices).long(), log_probs
+
+
 class _LogProbs(torch.autograd.Function):
     """Processes tokens in blocks that fit the CPU caches, which avoids temporaries of [N, W]."""
 

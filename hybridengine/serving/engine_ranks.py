@@ -1,0 +1,263 @@
+"""The ranks of a run's actor as a server uses them: training steps in place, and samples after a switch.
+
+Shapes: B rows, T positions, P prompt tokens, K targets of a position, k most likely tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from tinker.types import AdamParams
+
+from hybridengine.backends.engine import SamplingSettings
+from hybridengine.checkpoints.digests import check_files
+from hybridengine.checkpoints.folders import FileList, read_kept
+from hybridengine.checkpoints.making import ROLE_FILES
+from hybridengine.config import RunConfig
+from hybridengine.config.sections import OptimizerSection
+from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.errors import CheckpointError, DataError, RequestError
+from hybridengine.rows.micro_batches import with_empty_rows
+from hybridengine.rows.protocols import ROW_NUMBERS
+from hybridengine.serving.ranks import (
+    LossRow,
+    ModelFacts,
+    Passed,
+    Prompt,
+    Sample,
+    Sampled,
+    TopLogProbs,
+    Weights,
+)
+from hybridengine.serving.tinker_wire import TARGETS
+
+POLL_S = 0.05
+NO_LOG_PROB = -99999.0
+"""Log-prob of a position without any, as the SDK reads it."""
+
+
+class EngineRanks:
+    """An actor of `workers.client_actor.ClientActor` ranks (`Ranks`).
+
+    Args:
+        end_tokens: tokens that end a response unless a prompt says otherwise.
+    """
+
+    def __init__(
+        self, config: RunConfig, actor: WorkerGroup, facts: ModelFacts, end_tokens: tuple[int, ...]
+    ) -> None:
+        self._config, self._actor, self._end_tokens = config, actor, end_tokens
+        self.facts = facts
+        self._num_replicas = config.actor.parallel.dp_size
+
+    def begin_model(self) -> None:
+        """Restore the base model's weights, drop all gradients and start a fresh optimizer."""
+        self._actor.begin_model().wait()
+
+    def forward_backward(
+        self, rows: Sequence[LossRow], loss: str, settings: Mapping[str, float], backward: bool
+    ) -> Passed:
+        """Return log-probs and metrics of the rows; add to the gradients if `backward`.
+
+        A row with K targets for each position is passed K times, with one of them each.
+        """
+        wide = [{name: _wide(values) for name, values in row.columns.items()} for row in rows]
+        single = [
+            {"tokens": row.tokens_T} | {name: values[:, place] for name, values in columns.items()}
+            for row, columns in zip(rows, wide, strict=True)
+            for place in range(columns[TARGETS].shape[1])
+        ]
+        passed = self._actor.pass_rows(self._batch(single), loss, dict(settings), backward).get()
+        found = iter(passed["log_probs"].numpy())
+        outputs = []
+        for row, columns in zip(rows, wide, strict=True):
+            parts = [line[: len(row.tokens_T)] for line in islice(found, columns[TARGETS].shape[1])]
+            outputs.append({"logprobs": np.stack(parts, 1).reshape(row.columns[TARGETS].shape)})
+        metrics = {name: float(passed[name].sum()) for name in passed.keys() if name != "log_probs"}  # noqa: SIM118
+        return Passed(outputs, metrics)
+
+    def optim_step(self, adam: AdamParams) -> Mapping[str, float]:
+        """Apply the summed gradients, drop them, and return metrics of the step."""
+        settings = OptimizerSection.model_construct(
+            lr=adam.learning_rate,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            clip_grad=adam.grad_clip_norm,
+        )
+        step = self._actor.step_with(settings).get()[0]
+        return {"grad_norm:mean": step["grad_norm"], "skipped:sum": step["skipped"]}
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimizer to `folder`, which does not exist."""
+        folder.mkdir(parents=True)
+        refused = self._actor.begin_save(str(folder)).get()[0]
+        if refused is not None:
+            raise refused
+        deadline, ended = time.monotonic() + self._config.timeouts.save_s, [False]
+        while not all(ended):
+            time.sleep(POLL_S)
+            ended = self._actor.end_save(time.monotonic() >= deadline).get()
+            for one in ended:
+                if isinstance(one, CheckpointError):
+                    raise one
+
+    def save_sampler(self, folder: Path) -> None:
+        """Write the weights to `folder` as a Hugging Face checkpoint."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._actor.export_model(str(folder), str(self._config.companions_folder)).wait()
+
+    def load(self, folder: Path, optimizer: bool) -> None:
+        """Load what `save` has written, with a fresh optimizer unless `optimizer`, and drop all gradients."""
+        check_files(folder, read_kept(folder / ROLE_FILES, FileList).files)
+        self._actor.begin_model().wait()
+        self._actor.load_checkpoint(str(folder)).wait()
+        if not optimizer:
+            self._actor.start_training().wait()
+
+    def sample(self, prompts: Sequence[Prompt], weights: Weights) -> Sequence[Sampled]:
+        """Return the continuations of each prompt; gradients that wait for their optimizer step survive."""
+        settings = [self._settings(prompt) for prompt in prompts]
+        with self._weights(weights):
+            drawn = self._draw(prompts, settings)
+            return [self._completed(prompt, samples) for prompt, samples in zip(prompts, drawn, strict=True)]
+
+    # ---- sampling ----
+
+    @contextlib.contextmanager
+    def _weights(self, weights: Weights) -> Iterator[None]:
+        """Have the actor hold other weights while the context is open; its own wait in host memory."""
+        if weights == "live":
+            yield
+            return
+        folder = self._config.model_folder if weights == "base" else weights
+        try:
+            self._actor.borrow_weights(str(folder)).wait()
+            yield
+        finally:
+            self._actor.return_weights().wait()
+
+    def _settings(self, prompt: Prompt) -> SamplingSettings:
+        try:
+            return SamplingSettings(
+                max_tokens=prompt.max_tokens,
+                temperature=float(prompt.temperature),
+                top_p=float(prompt.top_p),
+                top_k=max(0, prompt.top_k),
+                stop_token_ids=tuple(
+                    dict.fromkeys((*prompt.stop_ids, *(self._end_tokens if prompt.stop_at_end else ())))
+                ),
+                stop_strings=prompt.stop_texts,
+            )
+        except DataError as error:
+            raise RequestError(str(error)) from None
+
+    def _draw(
+        self, prompts: Sequence[Prompt], settings: Sequence[SamplingSettings]
+    ) -> Sequence[Sequence[Sample]]:
+        """Return the samples of each prompt, all drawn after one switch."""
+        rows = [
+            (prompt.tokens, (prompt.seed + place) % 2**31, one)
+            for prompt, one in zip(prompts, settings, strict=True)
+            for place in range(prompt.num_samples)
+        ]
+        # Each replica of the engine needs a row.
+        shortest = SamplingSettings(max_tokens=1)
+        num_fillers = max(0, self._config.generation_grid.num_replicas - len(rows))
+        rows += [(rows[0][0][:1], 0, shortest)] * num_fillers
+        width = max(len(tokens) for tokens, _, _ in rows)
+        batch = TensorDict(
+            {
+                "prompt_tokens": torch.tensor(
+                    [[*tokens, *[0] * (width - len(tokens))] for tokens, _, _ in rows]
+                ),
+                "prompt_lengths": torch.tensor([len(tokens) for tokens, _, _ in rows]),
+                "seeds": torch.tensor([seed for _, seed, _ in rows]),
+                ROW_NUMBERS: torch.arange(len(rows)),
+            },
+            batch_size=[len(rows)],
+        )
+        self._actor.switch_to_generate().wait()
+        try:
+            answers = self._actor.sample(batch, [one for _, _, one in rows]).get()
+        finally:
+            self._actor.switch_to_train().wait()
+        samples = []
+        for (tokens, _, _), row in zip(rows, answers, strict=True):
+            length = int(row["response_lengths"])
+            samples.append(
+                Sample(
+                    row["tokens"][len(tokens) : len(tokens) + length].numpy(),
+                    row["rollout_log_probs"][:length].numpy(),
+                    "stop" if row["stopped"] else "length",
+                )
+            )
+        following = iter(samples)
+        return [[*islice(following, prompt.num_samples)] for prompt in prompts]
+
+    def _completed(self, prompt: Prompt, samples: Sequence[Sample]) -> Sampled:
+        """Return the samples of a prompt with the log-probs that are wanted beside those of the drawn tokens."""
+        if prompt.top_log_probs:
+            wholes = [(*prompt.tokens, *sample.tokens.tolist()) for sample in samples]
+            _, tops = self._scored(wholes, prompt.top_log_probs)
+            first = len(prompt.tokens) - 1
+            samples = [
+                sample._replace(top=TopLogProbs(*(values[first:] for values in top)))
+                for sample, top in zip(samples, tops, strict=True)
+            ]
+        if prompt.log_probs_from is None:
+            return Sampled(samples)
+        (log_probs,), (top,) = self._scored([prompt.tokens], prompt.top_prompt_log_probs)
+        before = max(1, prompt.log_probs_from)
+        whole = np.concatenate([np.full(before, np.nan, np.float32), log_probs[before - 1 :]])
+        if not prompt.top_prompt_log_probs:
+            return Sampled(samples, whole)
+        padding = np.zeros((before, top.ids_Tk.shape[1]))
+        return Sampled(
+            samples,
+            whole,
+            TopLogProbs(
+                np.concatenate([padding, top.ids_Tk[before - 1 :]]),
+                np.concatenate([padding + NO_LOG_PROB, top.log_probs_Tk[before - 1 :]]),
+            ),
+        )
+
+    def _scored(
+        self, sequences: Sequence[Sequence[int]], top: int
+    ) -> tuple[Sequence[np.ndarray], Sequence[TopLogProbs]]:
+        """Return log-probs [T - 1] and most likely tokens of all tokens of each sequence but its first."""
+        tokens = [np.asarray(sequence, np.int64) for sequence in sequences]
+        batch = self._batch([{"tokens": one[:-1], TARGETS: one[1:]} for one in tokens])
+        found = self._actor.score(batch, min(top, self.facts.vocabulary_size)).get()
+        lines = [(row, len(one) - 1) for row, one in zip(found, tokens, strict=False)]
+        return (
+            [row["log_probs"][:length].numpy() for row, length in lines],
+            [
+                TopLogProbs(row["top_ids"][:length].numpy(), row["top_log_probs"][:length].numpy())
+                for row, length in lines
+            ],
+        )
+
+    def _batch(self, rows: Sequence[Mapping[str, np.ndarray]]) -> TensorDict:
+        """Return rows of [T] columns as a batch of at least one row for each replica, padded with zeros."""
+        width = max(1, *(len(row["tokens"]) for row in rows))
+        columns = {
+            "targets" if name == TARGETS else name: torch.from_numpy(
+                np.stack([np.pad(row[name], (0, width - len(row[name]))) for row in rows])
+            )
+            for name in rows[0]
+        }
+        columns["lengths"] = torch.tensor([len(row["tokens"]) for row in rows])
+        return with_empty_rows(TensorDict(columns, batch_size=[len(rows)]), self._num_replicas)
+
+
+def _wide(values: np.ndarray) -> np.ndarray:
+    """Return a column [T] as [T, 1], and one of [T, K] as it is."""
+    return values.reshape(len(values), -1)
