@@ -23,6 +23,7 @@ from hybridengine.config.sections import (
     ReferenceSection,
     RolloutSection,
     RunSection,
+    ServeSection,
     TimeoutSection,
     WarmupSection,
 )
@@ -71,6 +72,8 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     faults: FaultSection = FaultSection()
     guards: GuardSection = GuardSection()
+    serve: ServeSection = ServeSection()
+    """The server of `hybridengine serve`; ignored by runs."""
     resume: PathText = "never"
     """Checkpoint to start from: `auto` resumes from the newest complete checkpoint in the run's folder, if any; `never`
     starts in a new folder; a checkpoint folder starts from that checkpoint."""

@@ -9,7 +9,8 @@ import importlib.util
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr, field_validator
+from pydantic_core import PydanticCustomError
 
 from hybridengine.config.build_section import BuildSection
 from hybridengine.config.values import (
@@ -312,6 +313,30 @@ class TimeoutSection(Section):
     def collective_s(self) -> float:
         """Time limit of a collective: longer than a call's, whose error names the missing ranks."""
         return COLLECTIVE_SHARE * self.call_s
+
+
+class ServeSection(Section):
+    """The server of `hybridengine serve`."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 for all of the machine's."""
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    """Port to listen at."""
+    api_key: SecretStr | None = None
+    """Key that clients send, which begins with tml-, as the Tinker SDK demands; a random one is printed by default."""
+    database: SecretStr | None = None
+    """SQLAlchemy URL of the database; by default, an SQLite file in the run's folder."""
+    model_name: str | None = None
+    """Name that clients give as `base_model`; by default, the model's folder."""
+    newest_sampler: bool = False
+    """Let samplers of a model that has stepped since sample from its newest weights, instead of refusing them."""
+
+    @field_validator("api_key")
+    @classmethod
+    def _check_key(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and not key.get_secret_value().startswith("tml-"):
+            raise PydanticCustomError("api_key", "a text that begins with tml-, as the Tinker SDK demands")
+        return key
 
 
 class CheckpointSection(Section):

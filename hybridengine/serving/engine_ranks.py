@@ -56,10 +56,12 @@ class EngineRanks:
         self._config, self._actor, self._end_tokens = config, actor, end_tokens
         self.facts = facts
         self._num_replicas = config.actor.parallel.dp_size
+        self._holds_base = True  # the actor holds the base model's weights
 
     def begin_model(self) -> None:
         """Restore the base model's weights, drop all gradients and start a fresh optimizer."""
         self._actor.begin_model().wait()
+        self._holds_base = True
 
     def forward_backward(
         self, rows: Sequence[LossRow], loss: str, settings: Mapping[str, float], backward: bool
@@ -92,6 +94,7 @@ class EngineRanks:
             weight_decay=adam.weight_decay,
             clip_grad=adam.grad_clip_norm,
         )
+        self._holds_base = False
         step = self._actor.step_with(settings).get()[0]
         return {"grad_norm:mean": step["grad_norm"], "skipped:sum": step["skipped"]}
 
@@ -117,7 +120,8 @@ class EngineRanks:
     def load(self, folder: Path, optimizer: bool) -> None:
         """Load what `save` has written, with a fresh optimizer unless `optimizer`, and drop all gradients."""
         check_files(folder, read_kept(folder / ROLE_FILES, FileList).files)
-        self._actor.begin_model().wait()
+        self.begin_model()
+        self._holds_base = False
         self._actor.load_checkpoint(str(folder)).wait()
         if not optimizer:
             self._actor.start_training().wait()
@@ -134,7 +138,7 @@ class EngineRanks:
     @contextlib.contextmanager
     def _weights(self, weights: Weights) -> Iterator[None]:
         """Have the actor hold other weights while the context is open; its own wait in host memory."""
-        if weights == "live":
+        if weights == "live" or (weights == "base" and self._holds_base):
             yield
             return
         folder = self._config.model_folder if weights == "base" else weights

@@ -96,10 +96,10 @@ class RunPools:
         for pool in self._pools.values():
             pool.settle()
 
-    def start_actor(self, **arguments: object) -> WorkerGroup:
-        """Return the actor's group; `arguments` are passed to its worker."""
+    def start_actor(self, worker: str = WORKERS["actor"], **arguments: object) -> WorkerGroup:
+        """Return the actor's group; `arguments` are passed to its worker, which has that import path."""
         (actor,) = (holder for holder in model_holders(self._config) if holder.role == "actor")
-        return self._model(actor, **arguments)
+        return self._model(actor, worker, **arguments)
 
     def start_roles(self, actor: WorkerGroup) -> Roles:
         """Return all groups of the run's dataflow; prompts and compute share the ranks of the actor's pool."""
@@ -110,18 +110,18 @@ class RunPools:
         num_readers = math.gcd(main.num_ranks, config.data.batch_size)
         prompts = self._helper(main, "prompts", "workers.prompts.PromptWorker", num_readers)
         models = {
-            holder.role: self._model(holder, folder=holder.folder)
+            holder.role: self._model(holder, WORKERS[holder.role], folder=holder.folder)
             for holder in model_holders(config)
             if holder.role not in ("actor", *SCORERS)
         }
         scorers = {role: self._scorers(role, compute) for role in SCORERS if role in config.algorithm.roles}
         return Roles(actor=actor, prompts=prompts, compute=compute, **models, **scorers)
 
-    def _model(self, holder: ModelHolder, **arguments: object) -> WorkerGroup:
+    def _model(self, holder: ModelHolder, worker: str, **arguments: object) -> WorkerGroup:
         config = self._config
         return WorkerGroup(
             self._pools[config.pool_of(holder.role)],
-            WORKERS[holder.role],
+            worker,
             role=holder.name,
             parallel=holder.sizes,
             generate=config.actor.generate if holder.role == "actor" else None,
@@ -135,7 +135,7 @@ class RunPools:
         section: RewardSection = getattr(config, role)
         groups = [self._helper(pool, role, FUNCTION_WORKER)] if section.functions else []
         groups += [
-            self._model(holder, folder=holder.folder, section=role, term=holder.term)
+            self._model(holder, WORKERS[role], folder=holder.folder, section=role, term=holder.term)
             for holder in model_holders(config)
             if holder.role == role
         ]

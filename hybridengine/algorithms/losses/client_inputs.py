@@ -47,8 +47,8 @@ def check_client_loss(loss: str, columns: Iterable[str], settings: Mapping[str, 
         columns: columns of the client's rows, without their targets.
         settings: settings that differ from the defaults.
 
-    Raises RequestError: an unknown loss or setting, a setting out of range, or rows that lack a column or have one that the
-    loss would ignore.
+    Raises RequestError: an unknown loss or setting, a setting out of range, or rows that lack a column or have one
+    that the loss would ignore.
     """
     if loss not in CLIENT_INPUTS:
         raise RequestError(f"loss_fn={loss!r} is not built here; choose one of {', '.join(CLIENT_INPUTS)}")

@@ -1,0 +1,105 @@
+"""A server of the Tinker API on the actor of a run's configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from pathlib import Path
+
+import uvicorn
+from rich.console import Console
+
+from hybridengine.checkpoints.hf_files import check_weights
+from hybridengine.checkpoints.run_lock import run_lock
+from hybridengine.config import RunConfig
+from hybridengine.config.sections import ServeSection
+from hybridengine.data.tokenizer import load_tokenizer
+from hybridengine.errors import raise_all
+from hybridengine.files import writing
+from hybridengine.models.checkpoint_files import copy_companions
+from hybridengine.serving.engine_ranks import EngineRanks
+from hybridengine.serving.ranks import ModelFacts
+from hybridengine.serving.room import Limits, Room
+from hybridengine.serving.store import Store
+from hybridengine.serving.tinker_app import create_app
+from hybridengine.training.dry_run import cost_of, layout_lines
+from hybridengine.training.files import keep_config, stop_token_ids
+from hybridengine.training.launch import RunPools
+from hybridengine.training.run import local_problems
+
+CLIENT_WORKER = "workers.client_actor.ClientActor"
+"""Import path of the actor's worker; this package never imports it."""
+CLOSING_S = 5
+"""Seconds that calls in progress may take when the server ends; a client sends them again."""
+
+
+def serve(config: RunConfig) -> None:
+    """Start the actor's ranks and serve clients until the process is told to end."""
+    console, started = Console(), time.perf_counter()
+
+    def say(text: str) -> None:
+        line = f"[{time.perf_counter() - started:6.1f}s] {text}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    section = config.serve
+    raise_all(local_problems(config))
+    config.run_folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as ends:
+        ends.enter_context(run_lock(config.run_folder, lambda text: say(f"warning: {text}")))
+        shape = check_weights(config.model_folder)
+        tokenizer = load_tokenizer(config.tokenizer_folder, pad_with_eos=True)
+        end_tokens = stop_token_ids(config.model_folder, tokenizer, shape.vocab_size)
+        with writing(config.companions_folder):
+            copy_companions(config.model_folder, config.tokenizer_folder, config.companions_folder)
+        keep_config(config)
+        for line in layout_lines(config, cost_of(config)):
+            say(line)
+        say(f"starting {config.num_ranks} ranks: Megatron-core and vLLM in each process")
+        pools = ends.enter_context(RunPools(config))
+        pools.start()
+        actor = pools.start_actor(
+            worker=CLIENT_WORKER, folder=config.model_folder, stop_token_ids=end_tokens
+        )
+        facts = ModelFacts(
+            name=section.model_name or str(config.model_folder),
+            tokenizer=str(config.tokenizer_folder),
+            vocabulary_size=len(tokenizer),
+            context_tokens=config.max_tokens,
+            architecture=shape.family,
+        )
+        room = Room(
+            EngineRanks(config, actor, facts, end_tokens),
+            Store(_database(section, config.run_folder)),
+            config.run_folder / "checkpoints",
+            Limits(),
+            newest=section.newest_sampler,
+        )
+        key = _api_key(section)
+        say(f"serving {facts.name} at http://{section.host}:{section.port}")
+        say(f"clients: TINKER_BASE_URL=http://{section.host}:{section.port} TINKER_API_KEY={_shown(section, key)}")
+        server = uvicorn.Config(
+            create_app(room, key),
+            host=section.host,
+            port=section.port,
+            log_level="warning",
+            timeout_graceful_shutdown=CLOSING_S,
+        )
+        uvicorn.Server(server).run()
+
+
+def _database(section: ServeSection, folder: Path) -> str:
+    if section.database is not None:
+        return section.database.get_secret_value()
+    return f"sqlite:///{folder.resolve() / 'server.db'}"
+
+
+def _api_key(section: ServeSection) -> str:
+    if section.api_key is not None:
+        return section.api_key.get_secret_value()
+    return f"tml-{secrets.token_urlsafe(24)}"
+
+
+def _shown(section: ServeSection, key: str) -> str:
+    """Return the key as it is printed: a random one, which nobody knows yet, in full."""
+    return key if section.api_key is None else "..."
