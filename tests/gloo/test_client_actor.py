@@ -139,7 +139,7 @@ def test_passes_and_steps_are_those_of_one_process(
 
 def check_passes(seen: dict[str, Any], expected: Expected) -> None:
     """Two passes, of one row and of the others, add up to one pass; empty rows add nothing."""
-    close = {"rel": 1e-4, "abs": 1e-4}
+    close: dict[str, Any] = {"rel": 1e-4, "abs": 1e-4}
     first, others = seen["first"], seen["others"]
     for found in (
         seen["weighted"]["log_probs"],

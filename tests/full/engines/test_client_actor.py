@@ -53,7 +53,7 @@ def sample_between_passes(rank: int, run: RunConfig, folder: Path) -> dict[str, 
     seen["greedy"] = responses_of(greedy)
     first, second = seen["greedy"]
     tokenizer = build_arithmetic_tokenizer()
-    text = tokenizer.decode(second[2:4])
+    text = str(tokenizer.decode(second[2:4]))
     asked: list[tuple[list[int], int, SamplingSettings]] = [
         (PROMPT, 2**62, PLAIN),
         (OTHER, 7, SamplingSettings(3, 1.7, top_k=1)),
