@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import TypeAdapter
 from tinker import types
 
 from hybridengine.errors import RequestError
@@ -27,6 +28,10 @@ from hybridengine.serving.tinker_wire import (
 )
 
 logger = logging.getLogger(__name__)
+
+PROMPT = "prompt"
+"""Kind of a request whose body is a `Prompt`, for the weights that the ranks hold."""
+PROMPTS = TypeAdapter(Prompt)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -78,6 +83,22 @@ class Execution:
             )
         return found
 
+    def create_sampler(self, message: types.CreateSamplingSessionRequest) -> str:
+        """Return the id of a sampling session from a checkpoint or from the base model; a retry finds the first one."""
+        key = sampler_id(message.session_id, message.sampling_session_seq_id)
+        if self.store.find(Sampler, key) is None:
+            self.store.session(message.session_id)
+            self.check_model(message.base_model, None)
+            if message.base_model is None and message.model_path is None:
+                raise RequestError("create_sampling_session has neither model_path nor base_model; give one")
+            sampler = Sampler(id=key, session_id=message.session_id, base_model=self.ranks.facts.name)
+            if message.model_path is not None:
+                checkpoint = self.checkpoint(message.model_path)
+                sampler.model_id, sampler.step = checkpoint.model_id, checkpoint.step
+                sampler.checkpoint = checkpoint.path
+            self.store.add(sampler)
+        return key
+
     def restore(self, model_id: str) -> None:
         """Give the ranks what a model had after its last request that was done: its checkpoint, and all changes since."""
         replay = self.store.replay(model_id)
@@ -97,9 +118,15 @@ class Execution:
         groups: dict[Weights, dict[str, Prompt]] = defaultdict(dict)
         for request in requests:
             try:
-                message = parse(types.SampleRequest, request.body)
-                weights = self._weights(self.store.get(Sampler, request.owner), holder, newest)
-                groups[weights][request.id] = decode_prompt(message, self.ranks.facts, request.id)
+                if request.kind == PROMPT:
+                    # until its first request is done, the ranks hold what an earlier model has left
+                    weights: Weights = "live" if holder is not None and holder.seq_id >= 0 else "base"
+                    prompt = PROMPTS.validate_json(request.body)
+                else:
+                    message = parse(types.SampleRequest, request.body)
+                    weights = self._weights(self.store.get(Sampler, request.owner), holder, newest)
+                    prompt = decode_prompt(message, self.ranks.facts, request.id)
+                groups[weights][request.id] = prompt
             except RequestError as error:
                 results[request.id] = error
         for weights, prompts in groups.items():

@@ -17,13 +17,12 @@ from sqlalchemy import select
 from tinker import types
 
 from hybridengine.errors import HybridEngineError, RequestError
-from hybridengine.serving.execution import Execution, Outcome, sampler_id
-from hybridengine.serving.ranks import Ranks
+from hybridengine.serving.execution import PROMPT, PROMPTS, Execution, Outcome
+from hybridengine.serving.ranks import Prompt, Ranks
+from hybridengine.serving.results import Results, record
 from hybridengine.serving.store import (
     CHANGES,
-    DONE,
     ENDED,
-    FAILED,
     LIVE,
     POISONED,
     QUEUED,
@@ -74,6 +73,7 @@ class Room:
         self.failure: BaseException | None = None
         """What has ended the thread."""
         self._execution = Execution(ranks, store, folder)
+        self._results = Results(store)
         self._limits = limits or Limits()
         self._newest = newest
         # guards what follows, and is not held during calls of the ranks
@@ -84,7 +84,6 @@ class Room:
         self._waiting: dict[int, float] = {}  # seq_id of the holder's requests -> time of arrival
         self._progress_s = 0.0
         self._samples: list[str] = []
-        self._futures: dict[str, Future[None]] = {}
         self._upkeep_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="room", daemon=True)
 
@@ -97,10 +96,12 @@ class Room:
         for request in self.store.queued():
             if request.kind == "sample":
                 self._samples.append(request.id)
+            elif request.kind == PROMPT:  # the connection that waited for it is gone
+                self._results.finish({request.id: HybridEngineError("the server restarted; send it again")})
             elif request.owner == self._holder:
                 self._waiting[request.seq_id] = time.monotonic()
             else:
-                self._fail([request.id], RequestError(_gone(self.store.get(Model, request.owner))))
+                self._results.finish({request.id: RequestError(self.store.get(Model, request.owner).gone)})
         self._thread.start()
 
     def close(self) -> None:
@@ -120,7 +121,7 @@ class Room:
 
     def heartbeat(self, session_id: str) -> None:
         """Keep a session alive; raise RequestError if it has ended."""
-        self._session(session_id)
+        self.store.session(session_id)
         self.store.update(ClientSession, session_id, heartbeat_s=time.time())
 
     def finish(self, session_id: str) -> None:
@@ -156,22 +157,8 @@ class Room:
 
     def create_sampler(self, message: types.CreateSamplingSessionRequest) -> str:
         """Return the id of a sampling session from a checkpoint or from the base model."""
-        key = sampler_id(message.session_id, message.sampling_session_seq_id)
         with self._changed:
-            if self.store.find(Sampler, key) is None:
-                self._session(message.session_id)
-                self._execution.check_model(message.base_model, None)
-                if message.base_model is None and message.model_path is None:
-                    raise RequestError(
-                        "create_sampling_session has neither model_path nor base_model; give one"
-                    )
-                sampler = Sampler(id=key, session_id=message.session_id, base_model=self.ranks.facts.name)
-                if message.model_path is not None:
-                    checkpoint = self._execution.checkpoint(message.model_path)
-                    sampler.model_id, sampler.step = checkpoint.model_id, checkpoint.step
-                    sampler.checkpoint = checkpoint.path
-                self.store.add(sampler)
-        return key
+            return self._execution.create_sampler(message)
 
     def delete_checkpoint(self, path: str) -> None:
         """Remove a checkpoint and its files; raise RequestError if a restart needs it."""
@@ -207,7 +194,7 @@ class Room:
                     )
                 return known.id
             if kind == "sample":
-                self._session(self.store.get(Sampler, owner).session_id)
+                self.store.session(self.store.get(Sampler, owner).session_id)
                 self.store.add(request)
                 self._samples.append(request.id)
             else:
@@ -217,14 +204,33 @@ class Room:
             self._changed.notify_all()
         return request.id
 
+    def submit_prompts(self, prompts: Sequence[Prompt]) -> Sequence[str]:
+        """Accept prompts for the weights that the ranks hold, of no session, and return the ids of their requests.
+
+        These weights are those of the model in training when the prompts' turn comes, or else the base model's.
+        """
+        requests = [
+            Request(id=key, owner=key, seq_id=0, kind=PROMPT, body=PROMPTS.dump_json(prompt))
+            for prompt in prompts
+            for key in [f"prompt:{uuid.uuid4().hex}"]
+        ]
+        with self._changed:
+            self._check_running()
+            self.store.add(*requests)
+            self._samples += [request.id for request in requests]
+            self._changed.notify_all()
+        return [request.id for request in requests]
+
+    def withdraw(self, request_ids: Sequence[str], reason: str) -> None:
+        """Fail those of the prompts that are not being carried out yet."""
+        with self._changed:
+            pending = [request_id for request_id in self._samples if request_id in request_ids]
+            self._samples = [request_id for request_id in self._samples if request_id not in pending]
+            self._results.finish(dict.fromkeys(pending, RequestError(reason)))
+
     def done(self, request_id: str) -> Future[None]:
         """Return a future that completes when the request is done or has failed; raise RequestError if it is unknown."""
-        with self._changed:
-            if self.store.get(Request, request_id).state == QUEUED:
-                return self._futures.setdefault(request_id, Future())
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        return self._results.done(request_id)
 
     # ---- checks, with the lock held ----
 
@@ -232,17 +238,11 @@ class Room:
         if self.failure is not None:
             raise RuntimeError(f"the server no longer carries out requests: {self.failure!r}; restart it")
 
-    def _session(self, session_id: str) -> ClientSession:
-        session = self.store.get(ClientSession, session_id)
-        if session.ended:
-            raise RequestError(f"session {session_id} has ended; create another ServiceClient")
-        return session
-
     def _check_model(self, model_id: str, seq_id: int) -> None:
         model = self.store.get(Model, model_id)
         if model.state != LIVE:
-            raise RequestError(_gone(model))
-        self._session(model.session_id)
+            raise RequestError(model.gone)
+        self.store.session(model.session_id)
         if seq_id < self._next_seq_id:
             raise RequestError(
                 f"seq_id={seq_id} of model {model_id} goes backwards: seq_id={self._next_seq_id} is next; number requests"
@@ -256,7 +256,7 @@ class Room:
         with self._changed:
             self._check_running()
             if self.store.find(Request, request.id) is None:
-                self._session(session_id)
+                self.store.session(session_id)
                 self._take_ranks()
                 model = Model(
                     id=model_id,
@@ -288,19 +288,6 @@ class Room:
 
     # ---- ends of requests and models, with the lock held ----
 
-    def _complete(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            future = self._futures.pop(request_id, None)
-            if future is not None:
-                future.set_result(None)
-
-    def _fail(self, request_ids: Sequence[str], error: Exception) -> None:
-        with self._changed:
-            with self.store.transaction() as transaction:
-                for request_id in request_ids:
-                    _finish(transaction.get_one(Request, request_id), error)
-            self._complete(request_ids)
-
     def _end(self, model_id: str, state: str, reason: str, user: bool = True) -> None:
         """Take the ranks from a model, and fail its requests that are not done."""
         with self._changed:
@@ -308,8 +295,8 @@ class Room:
             pending = self.store.all(
                 select(Request).where(Request.owner == model_id, Request.state == QUEUED)
             )
-            error = (RequestError if user else HybridEngineError)(_gone(self.store.get(Model, model_id)))
-            self._fail([request.id for request in pending], error)
+            error = (RequestError if user else HybridEngineError)(self.store.get(Model, model_id).gone)
+            self._results.finish({request.id: error for request in pending})
             if self._holder == model_id:
                 self._holder = None
                 self._waiting.clear()
@@ -364,12 +351,7 @@ class Room:
 
     def _sample(self, request_ids: Sequence[str], holder: Model | None) -> None:
         requests = [self.store.get(Request, request_id) for request_id in request_ids]
-        results = self._execution.sample(requests, holder, self._newest)
-        with self._changed:
-            with self.store.transaction() as transaction:
-                for request_id, result in results.items():
-                    _finish(transaction.get_one(Request, request_id), result)
-            self._complete([*results])
+        self._results.finish(self._execution.sample(requests, holder, self._newest))
 
     def _carry_out(self, request_id: str) -> None:
         request = self.store.get(Request, request_id)
@@ -382,7 +364,7 @@ class Room:
             if not user:
                 logger.exception("%s of %s failed", request.kind, request.owner)
             with self._changed:
-                self._fail([request.id], error)
+                self._results.finish({request.id: error})
                 if request.kind in CHANGES:  # what follows relies on it
                     reason = f"{request.kind} with seq_id={request.seq_id} failed: {error}"
                     self._end(request.owner, POISONED, reason, user)
@@ -391,7 +373,7 @@ class Room:
         else:
             with self._changed:
                 self._advance(request, outcome)
-                self._complete([request.id])
+                self._results.announce([request.id])
 
     def _advance(self, request: Request, outcome: Outcome | None) -> None:
         """Store an outcome, the rows that belong to it and the model's place in one transaction."""
@@ -408,7 +390,7 @@ class Room:
                     model.step += 1
                 if request.kind in CHANGES:
                     model.gradients = request.kind == "forward_backward"
-                _finish(transaction.get_one(Request, request.id), outcome.result)
+                record(transaction.get_one(Request, request.id), outcome.result)
         if old_folder is not None:
             shutil.rmtree(old_folder, ignore_errors=True)
         if self._holder == request.owner:
@@ -431,19 +413,3 @@ class Room:
             self._upkeep_s = now_s
             for checkpoint in self.store.prune(time.time() - self._limits.keep_results_s):
                 shutil.rmtree(checkpoint.folder, ignore_errors=True)
-
-
-def _gone(model: Model) -> str:
-    word = "was stopped" if model.state == POISONED else "no longer holds the ranks"
-    return f"model {model.id} {word}: {model.reason}; create another training client, from a checkpoint if there is one"
-
-
-def _finish(request: Request, result: bytes | Exception) -> None:
-    request.done_s = time.time()
-    if isinstance(result, bytes):
-        request.state, request.result = DONE, result
-        return
-    request.state = FAILED
-    request.category = "user" if isinstance(result, RequestError) else "server"
-    ours = isinstance(result, HybridEngineError)
-    request.error = str(result) if ours else f"{type(result).__name__}: {result}"

@@ -78,8 +78,9 @@ def serve(config: RunConfig) -> None:
         key = _api_key(section)
         say(f"serving {facts.name} at http://{section.host}:{section.port}")
         say(f"clients: TINKER_BASE_URL=http://{section.host}:{section.port} TINKER_API_KEY={_shown(section, key)}")
+        say(f"or OPENAI_BASE_URL=http://{section.host}:{section.port}/v1 OPENAI_API_KEY={_shown(section, key)}")
         server = uvicorn.Config(
-            create_app(room, key),
+            create_app(room, key, tokenizer=tokenizer),
             host=section.host,
             port=section.port,
             log_level="warning",

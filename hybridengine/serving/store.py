@@ -63,6 +63,12 @@ class Model(Base):
     """Why the model is no longer live."""
     created_s: Mapped[float] = mapped_column(default=time.time)
 
+    @property
+    def gone(self) -> str:
+        """Return the error message for clients of a model that is no longer live."""
+        word = "was stopped" if self.state == POISONED else "no longer holds the ranks"
+        return f"model {self.id} {word}: {self.reason}; create another training client, from a checkpoint if there is one"
+
 
 class Sampler(Base):
     """A sampling session: which weights its requests want."""
@@ -79,13 +85,16 @@ class Sampler(Base):
 
 
 class Request(Base):
-    """A request that is carried out by the ranks; its id is `{owner}:{seq_id}`, so that a retry finds it."""
+    """A request that is carried out by the ranks; its id is `{owner}:{seq_id}`, so that a retry finds it.
+
+    A prompt without a session has an id of its own, so that none is taken for a retry of another.
+    """
 
     __tablename__ = "requests"
     __table_args__ = (UniqueConstraint("owner", "seq_id"),)
     id: Mapped[str] = mapped_column(primary_key=True)
     owner: Mapped[str] = mapped_column(index=True)
-    """Id of a model or of a sampler."""
+    """Id of a model or of a sampler; of a prompt without a session, its own."""
     seq_id: Mapped[int]
     kind: Mapped[str]
     body: Mapped[bytes]
@@ -172,6 +181,13 @@ class Store:
             name = {"ClientSession": "session"}.get(table.__name__, table.__name__.lower())
             raise RequestError(f"{name} {key!r} does not exist on this server; create it first")
         return row
+
+    def session(self, session_id: str) -> ClientSession:
+        """Return a session; raise RequestError if there is none or it has ended."""
+        session = self.get(ClientSession, session_id)
+        if session.ended:
+            raise RequestError(f"session {session_id} has ended; create another ServiceClient")
+        return session
 
     def update(self, table: type[Base], key: str, **values: Any) -> None:
         """Set columns of a row."""

@@ -16,6 +16,9 @@ from fastapi.responses import JSONResponse
 from tinker import types
 
 from hybridengine.errors import ConfigError, RequestError
+from hybridengine.serving.bodies import read_body
+from hybridengine.serving.openai_app import WAIT_S, create_openai_app
+from hybridengine.serving.openai_texts import Tokenizer
 from hybridengine.serving.ranks import ModelFacts
 from hybridengine.serving.room import Room
 from hybridengine.serving.store import FAILED, QUEUED, Checkpoint, Model, Request, Sampler
@@ -23,7 +26,6 @@ from hybridengine.serving.tinker_wire import (
     MAX_BODY_BYTES,
     PROTOBUF,
     decode_prompt,
-    decompress,
     parse,
     read_forward_backward,
 )
@@ -46,11 +48,20 @@ class _WeightsInfo(pydantic.BaseModel):
 
 
 def create_app(
-    room: Room, api_key: str, *, max_body_bytes: int = MAX_BODY_BYTES, hold_s: float = HOLD_S
+    room: Room,
+    api_key: str,
+    *,
+    tokenizer: Tokenizer | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    hold_s: float = HOLD_S,
+    wait_s: float = WAIT_S,
 ) -> FastAPI:
     """Return the app that serves `room`, which it starts and closes; clients need `api_key`, which begins with "tml-".
 
-    `hold_s` is the time after which a call that waits for a result is told to try again.
+    Args:
+        tokenizer: the model's tokenizer, with which OpenAI's endpoints are served as well.
+        hold_s: time after which a Tinker client that waits for a result is told to try again.
+        wait_s: time after which a call of OpenAI's endpoints fails.
 
     Raises: ConfigError if the SDK would refuse the key.
     """
@@ -94,25 +105,9 @@ def create_app(
         )
 
     app.include_router(api)
+    if tokenizer is not None:
+        app.mount("/", create_openai_app(room, tokenizer, api_key, max_body_bytes, wait_s))
     return app
-
-
-async def read_body(call: Call, limit_bytes: int) -> bytes:
-    """Return the body of a call, decompressed; refuse one that is longer than `limit_bytes`, before it is read."""
-    refusal = HTTPException(413, f"the body has more than {limit_bytes} bytes; send fewer rows per call")
-    announced = call.headers.get("content-length", "0")
-    if not announced.isdecimal() or int(announced) > limit_bytes:
-        raise refusal
-    parts, num_bytes = [], 0
-    async for part in call.stream():
-        num_bytes += len(part)
-        if num_bytes > limit_bytes:
-            raise refusal
-        parts.append(part)
-    body = b"".join(parts)
-    if call.headers.get("content-encoding") == "zstd":
-        return await run_in_threadpool(decompress, body, limit_bytes)
-    return body
 
 
 def _refuse(_: Call, error: Exception) -> JSONResponse:

@@ -128,7 +128,7 @@ def _row(number: int, row: pb.Datum, loss: str, facts: ModelFacts) -> LossRow:
     wanted = {TARGETS, *inputs.columns}
     place = f"data[{number}]"
     tokens_T = _tokens(place, row)
-    _check_ids(f"{place}.model_input", tokens_T, facts)
+    check_ids(f"{place}.model_input", tokens_T, facts)
     if not 1 <= len(tokens_T) <= facts.context_tokens:
         raise RequestError(
             f"{place} has {len(tokens_T)} tokens, which must be 1 to {facts.context_tokens}; shorten or drop the row"
@@ -148,7 +148,7 @@ def _row(number: int, row: pb.Datum, loss: str, facts: ModelFacts) -> LossRow:
             raise RequestError(
                 f"{place}.{name} has the shape {[*column.shape]}, which must be that of target_tokens, {[*shape]}"
             )
-    _check_ids(f"{place}.target_tokens", columns[TARGETS], facts)
+    check_ids(f"{place}.target_tokens", columns[TARGETS], facts)
     return LossRow(tokens_T, columns)
 
 
@@ -164,7 +164,8 @@ def _tokens(place: str, row: pb.Datum) -> np.ndarray:
     return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
 
-def _check_ids(place: str, ids: np.ndarray, facts: ModelFacts) -> None:
+def check_ids(place: str, ids: np.ndarray, facts: ModelFacts) -> None:
+    """Raise RequestError that begins with `place` if the model has no such token id."""
     outside = ids[(ids < 0) | (ids >= facts.vocabulary_size)]
     if outside.size:
         raise RequestError(
@@ -254,7 +255,7 @@ def decode_prompt(request: types.SampleRequest, facts: ModelFacts, request_id: s
     if not all(isinstance(chunk, types.EncodedTextChunk) for chunk in request.prompt.chunks):
         raise RequestError("prompt has a chunk that is not text; send encoded_text chunks alone")
     tokens = tuple(request.prompt.to_ints())
-    _check_ids("prompt", np.asarray(tokens, np.int64), facts)
+    check_ids("prompt", np.asarray(tokens, np.int64), facts)
     room = facts.context_tokens - len(tokens)
     max_tokens = room if params.max_tokens is None else params.max_tokens
     if not tokens or not 1 <= max_tokens <= room:

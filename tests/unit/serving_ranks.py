@@ -32,7 +32,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 class TableRanks:
     """The `Ranks` of unit tests."""
 
-    def __init__(self) -> None:
+    def __init__(self, texts: Sequence[str] = ("",) * VOCABULARY) -> None:
+        self._texts = texts  # of each token, for stop texts
         self.facts = ModelFacts("tiny", "tiny", VOCABULARY, 32, "table")
         self.calls: list[str] = []
         """Methods in the order of their calls; `sample` with the number of prompts and the weights."""
@@ -119,7 +120,13 @@ class TableRanks:
         picked = np.take_along_axis(log_probs, np.array(prompt.tokens[1:])[:, None], 1)[:, 0]
         scored = np.concatenate([[np.nan], picked])
         scored[: prompt.log_probs_from] = np.nan
-        return Sampled(samples, scored)
+        if not prompt.top_prompt_log_probs:
+            return Sampled(samples, scored)
+        ids, values = _top(log_probs, prompt.top_prompt_log_probs)
+        top = TopLogProbs(
+            np.pad(ids, ((1, 0), (0, 0))), np.pad(values, ((1, 0), (0, 0)), constant_values=-99999.0)
+        )
+        return Sampled(samples, scored, top)
 
     def _continue(self, prompt: Prompt, table: np.ndarray, seed: int) -> Sample:
         random = np.random.default_rng(seed)
@@ -133,9 +140,17 @@ class TableRanks:
             )
             tokens.append(token)
             log_probs.append(row[token])
-            if token in prompt.stop_ids:
+            text = "".join(self._texts[each] for each in tokens[1:])
+            if token in prompt.stop_ids or any(stop in text for stop in prompt.stop_texts):
                 reason = "stop"
                 break
         drawn = np.array(tokens[1:])
-        top = TopLogProbs(drawn[:, None], np.array(log_probs)[:, None]) if prompt.top_log_probs else None
+        rows = log_softmax(table[tokens[:-1]])
+        top = _top(rows, prompt.top_log_probs) if prompt.top_log_probs else None
         return Sample(drawn, np.array(log_probs), reason, top)
+
+
+def _top(log_probs: np.ndarray, number: int) -> TopLogProbs:
+    """Return the most likely tokens of each row; of equally likely ones, the first."""
+    ids = np.argsort(-log_probs, axis=-1, kind="stable")[:, :number]
+    return TopLogProbs(ids, np.take_along_axis(log_probs, ids, -1))

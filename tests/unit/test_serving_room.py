@@ -15,7 +15,7 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from hybridengine.errors import RequestError
-from hybridengine.serving.ranks import Ranks
+from hybridengine.serving.ranks import Prompt, Ranks
 from hybridengine.serving.room import Limits, Room
 from hybridengine.serving.store import Checkpoint, ClientSession, Model, Request, Store
 from tests.unit.serving_ranks import TableRanks
@@ -196,6 +196,44 @@ def test_a_prompt_that_the_ranks_refuse_fails_alone(rooms: Rooms) -> None:
     with pytest.raises(RequestError, match="top_p is not served by a table"):
         answer(room, bad)
     assert ranks.calls == ["begin_model", "sample 2 live", "sample 1 live", "sample 1 live"]
+
+
+def test_prompts_without_a_session_join_the_samplers(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks, quiet_s=0.5)
+    own = Prompt((2,), num_samples=1, seed=0, max_tokens=1, temperature=0.0)
+    before = room.submit_prompts([own])
+    room.done(before[0]).result(10)
+    model = begin(room)
+    sampling = sampler(room, model, 1)
+    first = room.submit(sampling, 0, "sample", prompt())
+    twins = room.submit_prompts([own, own])
+    assert len({*twins, *before}) == 3  # none is a retry
+    assert answer(room, first) == answer(room, twins[0]) == answer(room, twins[1])
+    assert ranks.calls == ["sample 1 base", "begin_model", "sample 3 live"]
+
+
+def test_prompts_that_nobody_waits_for_are_not_carried_out(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks, quiet_s=0.5)
+    own = Prompt((2,), num_samples=1, seed=0, max_tokens=1)
+    withdrawn, left = room.submit_prompts([own, own])
+    room.withdraw([withdrawn], "waited too long")
+    with pytest.raises(RequestError, match="waited too long"):
+        answer(room, withdrawn)
+    room = rooms.start(ranks)
+    with pytest.raises(RequestError, match="the server restarted; send it again"):
+        answer(room, left)
+    assert ranks.calls == []
+
+
+def test_a_model_that_waits_to_begin_is_not_sampled(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks, quiet_s=0.5)
+    drawn = room.submit_prompts([Prompt((2,), num_samples=1, seed=0, max_tokens=1)])
+    begin(room)  # arrives while prompts are collected
+    room.done(drawn[0]).result(10)
+    assert ranks.calls == ["sample 1 base", "begin_model"]
 
 
 def test_a_restart_carries_out_what_was_accepted(rooms: Rooms) -> None:
