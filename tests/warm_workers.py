@@ -15,6 +15,7 @@ import argparse
 import array
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import signal
@@ -22,12 +23,15 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.util import spawnv_passfds
 from pathlib import Path
 
 REQUEST_LIMIT_S = 10.0
 LARGEST_REQUEST = 2**20
+MOST_FILES = 64
+FREE_FILE = 512
 STANDARD_FILES = (0, 1, 2)
 NAMESPACES = ("net", "uts", "pid", "mnt")
 
@@ -63,12 +67,21 @@ def warm_program(*command: object) -> list[str]:
     return [sys.executable, __file__, "--wait", *map(str, command)]
 
 
+def spawn_warm(path: str, arguments: list[str], files: Sequence[int]) -> int:
+    """Start Python with open files, as `multiprocessing.util.spawnv_passfds` does, as a fork of the warm process."""
+    return spawnv_passfds(path, warm_program("--files", *files, "-c", arguments[-1]), files)
+
+
 def with_warm_workers(runtime_env: dict[str, object] | None) -> dict[str, object] | None:
-    """Make this file the program that sets up workers; Ray calls it as a hook before it starts a node."""
+    """Make this file the program that sets up workers, and start no services that tests do not use; Ray calls it as a
+    hook before it starts a node."""
     from ray._private import ray_constants
+    from ray._private.node import Node
 
     # Joined to a folder, of which an absolute path leaves nothing.
     ray_constants.SETUP_WORKER_FILENAME = __file__
+    for service in ("start_log_monitor", "start_monitor", "start_api_server"):
+        setattr(Node, service, lambda node, *_, **__: None)
     return runtime_env
 
 
@@ -78,13 +91,17 @@ def start_one(arguments: list[str]) -> None:
     setup.add_argument("--serialized-runtime-env-context", default="{}")
     setup.add_argument("--language")
     setup.add_argument("--wait", action="store_true")
+    setup.add_argument(
+        "--files", type=int, nargs="*", default=[]
+    )  # open files for the program, under the same numbers
     setup.add_argument("-u", action="store_true")  # a fork's output is written line by line
     own, arguments = setup.parse_known_args(arguments)
     variables = dict(os.environ) | json.loads(own.serialized_runtime_env_context).get("env_vars", {})
-    request = json.dumps([arguments, variables, os.getcwd(), own.wait]).encode()
+    given = [*STANDARD_FILES, *own.files]
+    request = json.dumps([arguments, variables, os.getcwd(), own.wait, given]).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect(os.environ["WARM_WORKERS"])
-        files = array.array("i", STANDARD_FILES)
+        files = array.array("i", given)
         server.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
         assert server.recv(1), "the warm process has ended"
         if own.wait:
@@ -108,17 +125,26 @@ def serve(address: str) -> None:
             asking, _ = listener.accept()
             with asking, contextlib.suppress(OSError):  # the asking process may be killed at any point
                 asking.settimeout(REQUEST_LIMIT_S)
-                request, files, _, _ = socket.recv_fds(asking, LARGEST_REQUEST, len(STANDARD_FILES))
+                request, files, _, _ = socket.recv_fds(asking, LARGEST_REQUEST, MOST_FILES)
                 if len(files) < len(STANDARD_FILES):
                     continue
-                arguments, environment, folder, wait = json.loads(request)
+                arguments, environment, folder, wait, numbers = json.loads(request)
                 namespaces = other_namespaces(asking)
                 asking.send(b"1")
                 if os.fork() == 0:
                     listener.close()
-                    become(arguments, environment, folder, files, namespaces, asking if wait else None)
+                    report = socket.socket(fileno=moved(asking.detach()))
+                    its_files = dict(zip(numbers, files, strict=True))
+                    become(arguments, environment, folder, its_files, namespaces, report if wait else None)
                 for file in (*files, *namespaces):
                     os.close(file)
+
+
+def moved(file: int) -> int:
+    """Return an open file under a number that no program expects, in place of its own."""
+    number = fcntl.fcntl(file, fcntl.F_DUPFD, FREE_FILE)
+    os.close(file)
+    return number
 
 
 def other_namespaces(asking: socket.socket) -> list[int]:
@@ -144,11 +170,12 @@ def become(
     arguments: list[str],
     environment: dict[str, str],
     folder: str,
-    files: list[int],
+    files: dict[int, int],
     namespaces: list[int],
     report: socket.socket | None,
 ) -> None:
-    """Run a program as if this process had been started for it, and report its exit status; does not return."""
+    """Run a program as if this process had been started for it, with open files under the numbers that it expects, and
+    report its exit status; does not return."""
     import atexit
     import runpy
     import traceback
@@ -159,8 +186,9 @@ def become(
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         enter(namespaces)
         os.setsid()
-        for file, standard in zip(files, STANDARD_FILES, strict=True):
-            os.dup2(file, standard)
+        higher = {number: moved(file) for number, file in files.items()}
+        for number, file in higher.items():
+            os.dup2(file, number)
             os.close(file)
         # The inherited objects remember whether the warm process's own files can be searched.
         sys.stdout, sys.stderr = (os.fdopen(file, "w", 1, closefd=False) for file in STANDARD_FILES[1:])
@@ -168,8 +196,8 @@ def become(
         os.environ.update(environment)
         os.chdir(folder)
         match arguments:
-            case ["-c", program]:
-                sys.argv = ["-c"]
+            case ["-c", program, *rest]:
+                sys.argv = ["-c", *rest]
                 exec(program, {"__name__": "__main__"})
             case ["-m", module, *_]:
                 sys.argv = arguments[1:]

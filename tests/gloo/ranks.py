@@ -11,7 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from hybridengine.backends.vllm.environment import ON_CPU
 from hybridengine.weights import failure_notes
+from tests.warm_workers import spawn_warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,10 +45,14 @@ class RankLauncher:
     """Runs module-level functions on fresh ranks, each a fork of a process that has already imported everything."""
 
     def __init__(self) -> None:
-        """Start the forkserver, with what vLLM has to find in the environment."""
+        """Start the forkserver with what vLLM has to find in the environment, from the warm process if there is one."""
         self._context: Any = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.preload"])
-        with mock.patch.dict(os.environ, ON_CPU | ENVIRONMENT):
+        spawn = spawn_warm if "WARM_WORKERS" in os.environ else util.spawnv_passfds
+        with (
+            mock.patch.dict(os.environ, ON_CPU | ENVIRONMENT),
+            mock.patch.object(util, "spawnv_passfds", spawn),
+        ):
             forkserver.ensure_running()
 
     def __call__(

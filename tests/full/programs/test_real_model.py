@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,7 +28,7 @@ from tests.warm_workers import warm_program
 
 pytestmark = pytest.mark.timeout(1000)
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CARD = "---\nlicense: apache-2.0\n---\n# A small model\n"
 LARGEST_BYTES = 49152 * 576 * 4
 """Bytes of the embedding, a fifth of the model."""
@@ -73,10 +72,11 @@ class Converted:
     back_bytes: int
 
 
-def convert(small: str, large: str) -> int:
-    """Return the bytes by which the second command's peak memory exceeds the first one's; each runs in one process."""
+def convert(small: str, large: str, variables: dict[str, str]) -> int:
+    """Return the bytes by which the second command's peak memory exceeds the first one's; both run in one process."""
     done = subprocess.run(
-        [sys.executable, "-c", CONVERT, small, large],
+        warm_program("-c", CONVERT, small, large),
+        env=os.environ | variables,
         capture_output=True,
         text=True,
         timeout=400,
@@ -88,7 +88,7 @@ def convert(small: str, large: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
+def converted(tmp_path_factory: pytest.TempPathFactory, warm_ray: dict[str, str]) -> Converted:
     folder = tmp_path_factory.mktemp("real")
     config = load_config(ROOT / "configs" / "smollm2.yaml", [f"run.folder={folder}"])
     config.run_folder.mkdir()
@@ -101,10 +101,11 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
     source = config.model_folder
     (source / "README.md").write_text(CARD)
     write_model(folder / "tiny", "llama", tied=True)
-    there = convert(f"{folder}/tiny {folder}/tiny-start", f"{source} {folder}/start")
+    there = convert(f"{folder}/tiny {folder}/tiny-start", f"{source} {folder}/start", warm_ray)
     back = convert(
         f"{folder}/tiny-start {folder}/tiny-again --companions {folder}/tiny",
         f"{folder}/start {folder}/exported --companions {source} --max-file 200MiB",
+        warm_ray,
     )
     return Converted(source, folder / "start", folder / "exported", there, back)
 

@@ -20,7 +20,7 @@ from hybridengine.report import keys
 from hybridengine.report.step_rows import Row, latest_rows, read_rows
 from hybridengine.report.timeline import TIMELINE_FILE, Span, read_timeline
 from tests.full.probe_workers import WIDE_BYTES
-from tests.full.several_nodes import NUM_ROWS
+from tests.full.programs.several_nodes import NUM_ROWS
 from tests.full.tiny_runs import SECTIONS, Run, value
 from tests.warm_workers import warm_program
 
@@ -73,7 +73,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory, warm_ray: dict[str, str]) -> 
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         env=os.environ | warm_ray,
         check=False,
     )

@@ -1,7 +1,7 @@
 """A process of its own with a Ray cluster of three raylets: 6 light ranks in one pool, then a run with four pools, during
 which a node disappears, and the findings of `doctor` on the other two.
 
-    python -m tests.full.several_nodes CONFIG OUTPUT
+    python -m tests.full.programs.several_nodes CONFIG OUTPUT
 
 Nodes join in an order that differs from both the numeric and the textual order of their addresses.
 """
