@@ -67,7 +67,7 @@ def warm_program(*command: object) -> list[str]:
     return [sys.executable, __file__, "--wait", *map(str, command)]
 
 
-def spawn_warm(path: str, arguments: list[str], files: Sequence[int]) -> int:
+def spawn_warm(path: bytes, arguments: list[str], files: Sequence[int]) -> int:
     """Start Python with open files, as `multiprocessing.util.spawnv_passfds` does, as a fork of the warm process."""
     return spawnv_passfds(path, warm_program("--files", *files, "-c", arguments[-1]), files)
 
