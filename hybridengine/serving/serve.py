@@ -58,9 +58,7 @@ def serve(config: RunConfig) -> None:
         say(f"starting {config.num_ranks} ranks: Megatron-core and vLLM in each process")
         pools = ends.enter_context(RunPools(config))
         pools.start()
-        actor = pools.start_actor(
-            worker=CLIENT_WORKER, folder=config.model_folder, stop_token_ids=end_tokens
-        )
+        actor = pools.start_actor(worker=CLIENT_WORKER, folder=config.model_folder, stop_token_ids=end_tokens)
         facts = ModelFacts(
             name=section.model_name or str(config.model_folder),
             tokenizer=str(config.tokenizer_folder),
@@ -77,7 +75,9 @@ def serve(config: RunConfig) -> None:
         )
         key = _api_key(section)
         say(f"serving {facts.name} at http://{section.host}:{section.port}")
-        say(f"clients: TINKER_BASE_URL=http://{section.host}:{section.port} TINKER_API_KEY={_shown(section, key)}")
+        say(
+            f"clients: TINKER_BASE_URL=http://{section.host}:{section.port} TINKER_API_KEY={_shown(section, key)}"
+        )
         server = uvicorn.Config(
             create_app(room, key),
             host=section.host,
