@@ -29,7 +29,7 @@ def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "file": str(folder / "demonstrations.jsonl"),
             "steps": 120,
             "batch_size": 128,
-            "lr": 2e-3,
+            "lr": 3e-3,
         },
         "actor": {"parallel": "1-1-2", "generate": "1-1", "micro_batch_tokens": 8192},
         "reference": {"parallel": "1-1-2"},

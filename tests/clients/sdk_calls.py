@@ -73,7 +73,7 @@ def custom(service: tinker.ServiceClient) -> dict[str, Any]:
 
     def loss(_: list[types.Datum], log_probs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         total = -sum(values.sum() for values in log_probs)
-        return total, {"own:sum": float(total)}
+        return total, {"own:sum": total.item()}
 
     data = data_of("cross_entropy")
     for datum in data:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tests.clients.sdk_calls import LOSSES
 from tests.clients.servers import ROOT, START_S, Server, finish, server_environment
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 CALLS = Path(__file__).with_name("sdk_calls.py")
 STEPS = 6

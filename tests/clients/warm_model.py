@@ -22,8 +22,8 @@ from hybridengine.data.tokenizer import PAD, ROLES, TURN_END, TURN_START, UNKNOW
 NAME = "Qwen/Qwen3-4B-Instruct-2507"
 """Name by which the recipes choose the renderer qwen3_instruct."""
 
-NUM_QUESTIONS = {"batches": 8, "each": 16}
-"""Questions of arithmetic_env that are demonstrated: the first batches of `groups_per_batch=16`."""
+NUM_QUESTIONS = {"batches": 6, "each": 8}
+"""Questions of arithmetic_env that are demonstrated: the first batches of `groups_per_batch=8`."""
 
 SHOT = "What is 4 + 5?", "9"
 BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
