@@ -30,9 +30,10 @@ ARITHMETIC = {
 
 
 def metrics_of(
-    server: Server, folder: Path, log: Path, recipe: str, **options: object
+    server: Server, folder: Path, logs: Path, recipe: str, **options: object
 ) -> list[dict[str, Any]]:
     """Run a recipe, and return the lines of its metrics.jsonl."""
+    log = logs / "log"  # recipes ask what to do with a folder that exists
     options |= {"model_name": NAME, "lora_rank": 0, "base_url": server.url, "log_path": log}
     server.client(
         "-m",
