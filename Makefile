@@ -29,11 +29,14 @@ else
   LOCK := requirements/cpu.lock.txt
 endif
 TOOLS := .venv-tools
+CLIENTS := .venv-clients
+CLIENTS_LOCK := requirements/clients.txt
 
 # A stamp carries a digest of what was installed: other contents mean another stamp, hence another installation.
 DIGEST_OF = $(firstword $(shell cat $(1) 2>/dev/null | sha256sum | cut -c1-16))
 LOCK_STAMP := $(VENV)/.installed-lock-$(call DIGEST_OF,$(LOCK))
 PROJECT_STAMP := $(VENV)/.installed-project-$(call DIGEST_OF,pyproject.toml $(LOCK))
+CLIENTS_STAMP := $(CLIENTS)/.installed-lock-$(call DIGEST_OF,$(CLIENTS_LOCK))
 
 # ---- What to type -------------------------------------------------------------------------------------------------
 
@@ -50,10 +53,15 @@ train: install ## the main job: PPO on arithmetic (CONFIG=configs/NAME.yaml for 
 .PHONY: test
 test: install $(if $(strip $(ARGS)),$(if $(findstring tests/unit,$(ARGS)),browser),browser) ## all tests (ARGS="tests/unit -x" for some of them)
 ifeq ($(strip $(ARGS)),)
-	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --no-loadscope-reorder --ignore tests/gpu tests
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --no-loadscope-reorder --ignore tests/gpu --ignore tests/clients tests
 else
 	$(VENV)/bin/python -m pytest $(ARGS)
 endif
+
+# They take minutes, and have an environment of their own for the clients, which know nothing of this project.
+.PHONY: test-clients
+test-clients: install $(CLIENTS_STAMP) ## scripts of Tinker's SDK and cookbook, as published, against `hybridengine serve`
+	$(VENV)/bin/python -m pytest $(if $(strip $(ARGS)),$(ARGS),tests/clients)
 
 .PHONY: browser
 browser: install
@@ -116,6 +124,13 @@ $(LOCK_STAMP): | check-python $(VENV)/bin/pip
 $(PROJECT_STAMP): | $(LOCK_STAMP)
 	@$(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@rm -f $(VENV)/.installed-project-*
+	@touch $@
+
+# The project's pip installs it: the clients' environment has nothing but the clients.
+$(CLIENTS_STAMP): | $(LOCK_STAMP)
+	@echo "Installing $(CLIENTS_LOCK) into $(CLIENTS): some minutes, once"
+	@$(PYTHON) -m venv --clear --without-pip $(CLIENTS)
+	@$(VENV)/bin/python -m pip --python $(CLIENTS)/bin/python install --quiet --no-deps --progress-bar off -r $(CLIENTS_LOCK)
 	@touch $@
 
 $(TOOLS)/bin/uv: | check-python

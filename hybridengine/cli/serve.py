@@ -27,6 +27,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    config = load_config(options.config, options.overrides)
+    config = load_config(options.config, options.overrides, serves=True)
     import_module("hybridengine.serving.serve").serve(config)
     return 0

@@ -14,6 +14,8 @@ from hybridengine.config.sections import MAIN_POOL
 from hybridengine.models.presets import find_preset
 from hybridengine.topology.sizes import TrainSizes
 
+SERVED = ("model", "cluster.", "actor.", "rollout.", "timeouts.", "serve.")
+"""Beginnings of the keys that a server reads."""
 PLACEMENT_KEYS = ("cluster.ranks_per_node", "cluster.pools", "rollout.kv_cache_bytes")
 
 
@@ -22,8 +24,13 @@ def check_run(config: RunConfig, *, dry_run: bool = False) -> list[str]:
     return [conflict.message for conflict in find_conflicts(config, dry_run=dry_run)]
 
 
-def find_conflicts(config: RunConfig, *, dry_run: bool = False, placed: bool = True) -> list[Conflict]:
-    """Return the messages of `check_run` with their keys; `placed` includes rules about ranks, pools and sizes."""
+def find_conflicts(
+    config: RunConfig, *, dry_run: bool = False, placed: bool = True, serves: bool = False
+) -> list[Conflict]:
+    """Return the messages of `check_run` with their keys; `placed` includes rules about ranks, pools and sizes.
+
+    With `serves`, only rules between keys that a server reads are checked.
+    """
     found = [*_sources(config), *_algorithm(config), *_scorers(config), *_pools(config)]
     for holder in model_holders(config):
         found += _sizes(config, holder.role, holder.sizes, holder.sizes_key)
@@ -31,6 +38,8 @@ def find_conflicts(config: RunConfig, *, dry_run: bool = False, placed: bool = T
     if not dry_run:
         found += _files(config)
     found += model_conflicts(config, dry_run)
+    if serves:
+        found = [one for one in found if all(key.startswith(SERVED) for key in one.keys)]
     return [one for one in found if placed or not any(map(_is_placement, one.keys))]
 
 

@@ -34,7 +34,12 @@ Problem = tuple[str, str]
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, dry_run: bool = False, placed: bool = True
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    dry_run: bool = False,
+    placed: bool = True,
+    serves: bool = False,
 ) -> RunConfig:
     """Return the configuration described by a file and `key=value` overrides; the last of equal keys wins.
 
@@ -44,6 +49,7 @@ def load_config(
         dry_run: accept that the checkpoint and the data are not on this machine, provided `model.hf_config` gives
             the shapes.
         placed: include rules about ranks, pools and sizes.
+        serves: accept a configuration without what only a run needs, such as data.
 
     Raises:
         ConfigError: lists every problem.
@@ -75,7 +81,9 @@ def load_config(
     config, found = _validate(values)
     problems += found
     in_question = {key for key, _ in problems}
-    conflicts = find_conflicts(config, dry_run=dry_run, placed=placed) if config is not None else []
+    conflicts = (
+        [] if config is None else find_conflicts(config, dry_run=dry_run, placed=placed, serves=serves)
+    )
     problems += [
         ("", text) for text, keys in conflicts if not any(_touches(key, in_question) for key in keys)
     ]

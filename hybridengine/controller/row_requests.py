@@ -166,6 +166,8 @@ def _view(content: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> Te
     """
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        if not content.size:  # bytes without any have no strides of another type
+            return torch.empty(shape, dtype=dtype)
         return torch.from_numpy(content).view(dtype).view(shape)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import socket
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hybridengine.checkpoints.run_lock import run_lock
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import ServeSection
 from hybridengine.data.tokenizer import load_tokenizer
-from hybridengine.errors import raise_all
+from hybridengine.errors import ConfigError, raise_all
 from hybridengine.files import writing
 from hybridengine.models.checkpoint_files import copy_companions
 from hybridengine.serving.engine_ranks import EngineRanks
@@ -53,14 +54,14 @@ def serve(config: RunConfig) -> None:
         with writing(config.companions_folder):
             copy_companions(config.model_folder, config.tokenizer_folder, config.companions_folder)
         keep_config(config)
+        # Before the ranks start, which takes minutes; calls are refused until the server listens.
+        bound = ends.enter_context(_bound(section.host, section.port))
         for line in layout_lines(config, cost_of(config)):
             say(line)
         say(f"starting {config.num_ranks} ranks: Megatron-core and vLLM in each process")
         pools = ends.enter_context(RunPools(config))
         pools.start()
-        actor = pools.start_actor(
-            worker=CLIENT_WORKER, folder=config.model_folder, stop_token_ids=end_tokens
-        )
+        actor = pools.start_actor(worker=CLIENT_WORKER, folder=config.model_folder, stop_token_ids=end_tokens)
         facts = ModelFacts(
             name=section.model_name or str(config.model_folder),
             tokenizer=str(config.tokenizer_folder),
@@ -77,8 +78,12 @@ def serve(config: RunConfig) -> None:
         )
         key = _api_key(section)
         say(f"serving {facts.name} at http://{section.host}:{section.port}")
-        say(f"clients: TINKER_BASE_URL=http://{section.host}:{section.port} TINKER_API_KEY={_shown(section, key)}")
-        say(f"or OPENAI_BASE_URL=http://{section.host}:{section.port}/v1 OPENAI_API_KEY={_shown(section, key)}")
+        say(
+            f"clients: TINKER_BASE_URL=http://{section.host}:{section.port} TINKER_API_KEY={_shown(section, key)}"
+        )
+        say(
+            f"or OPENAI_BASE_URL=http://{section.host}:{section.port}/v1 OPENAI_API_KEY={_shown(section, key)}"
+        )
         server = uvicorn.Config(
             create_app(room, key, tokenizer=tokenizer),
             host=section.host,
@@ -86,7 +91,24 @@ def serve(config: RunConfig) -> None:
             log_level="warning",
             timeout_graceful_shutdown=CLOSING_S,
         )
-        uvicorn.Server(server).run()
+        uvicorn.Server(server).run([bound])
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Return a socket bound to the address; raise ConfigError if it cannot be."""
+    bound = None
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        return bound
+    except OSError as error:
+        if bound is not None:
+            bound.close()
+        raise ConfigError(
+            f"serve.host={host} and serve.port={port} cannot be served at ({error.strerror}); choose another port"
+        ) from None
 
 
 def _database(section: ServeSection, folder: Path) -> str:

@@ -350,3 +350,11 @@ def test_a_column_that_some_ranks_lack_is_an_error_also_where_it_is_optional() -
     request = rows.request(range(NUM_ROWS), ("scores",), batches, optional=("tokens",))
     with pytest.raises(TransferError, match=r"column 'tokens' of compute\.map is missing on rank 0"):
         fetch_request(request, batches)
+
+
+@pytest.mark.parametrize("rows", [[1], [0, 1], [1, 0]])
+def test_rows_may_be_empty(rows: list[int]) -> None:
+    batch = TensorDict({"ids": torch.zeros(2, 3, 0, dtype=torch.int64)}, batch_size=[2])
+    found = read_wanted({"ids": ColumnRows("a.call", "ids", [(0, store(batch))], np.array(rows))})
+    assert found.columns["ids"].shape == (len(rows), 3, 0)
+    assert found.columns["ids"].dtype == torch.int64

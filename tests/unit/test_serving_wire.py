@@ -162,7 +162,7 @@ def test_a_sparse_tensor_is_as_torch_reads_it_or_refused(crow, columns, shape) -
         ),
         (datum([1] * 17, target_tokens=[2] * 17, weights=[1] * 17), "cross_entropy", "has 17 tokens"),
         (datum([], target_tokens=[2], weights=[1]), "cross_entropy", "has 0 tokens"),
-        (datum([1, 2, 3], **POLICY), "stable_reinforce", "'stable_reinforce' is not served; choose"),
+        (datum([1, 2, 3], **POLICY), "stable_reinforce", "'stable_reinforce' is not built here; choose"),
         (
             datum([1], target_tokens=torch.ones(1, 2, dtype=torch.int64), weights=[1]),
             "cross_entropy",
@@ -173,7 +173,7 @@ def test_a_sparse_tensor_is_as_torch_reads_it_or_refused(crow, columns, shape) -
                 model_input=types.ModelInput(
                     chunks=[types.ImageChunk(data=b"x", format="png", expected_tokens=1)]
                 ),
-                loss_fn_inputs={},
+                loss_fn_inputs=datum([1], target_tokens=[2], weights=[1]).loss_fn_inputs,
             ),
             "cross_entropy",
             "a chunk of image",
@@ -187,7 +187,7 @@ def test_a_row_that_cannot_be_used_is_refused(row: types.Datum, loss: Any, messa
 
 def test_settings_that_a_loss_lacks_are_refused() -> None:
     row = datum([1, 2, 3], **POLICY)
-    with pytest.raises(RequestError, match=r"kl=0\.5 is no setting of importance_sampling; it has none"):
+    with pytest.raises(RequestError, match=r"loss_fn_config has kl, and importance_sampling takes nothing"):
         decode_forward_backward(encoded([row], "importance_sampling", kl=0.5), FACTS)
     with pytest.raises(RequestError, match="clip_low_threshold='low' must be a number"):
         decode_forward_backward(encoded([row], "ppo", clip_low_threshold="low"), FACTS)

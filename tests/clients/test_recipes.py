@@ -1,0 +1,131 @@
+"""Recipes of tinker-cookbook, unmodified, train the served model: rewards rise, losses fall."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridengine.serving.room import Limits
+from tests.clients.servers import CLIENT_PYTHON, Server
+from tests.clients.warm_model import NAME
+
+pytestmark = pytest.mark.timeout(1800)
+
+ARITHMETIC = {
+    "env": "arithmetic",
+    "renderer_name": "qwen3_instruct",
+    "group_size": 8,
+    "groups_per_batch": 8,
+    "max_tokens": 5,
+    "max_steps": 6,
+    "eval_every": 0,
+    "save_every": 0,
+    "learning_rate": 1e-3,
+}
+
+
+def metrics_of(
+    server: Server, folder: Path, logs: Path, recipe: str, **options: object
+) -> list[dict[str, Any]]:
+    """Run a recipe, and return the lines of its metrics.jsonl."""
+    log = logs / "log"  # recipes ask what to do with a folder that exists
+    options |= {"model_name": NAME, "lora_rank": 0, "base_url": server.url, "log_path": log}
+    server.client(
+        "-m",
+        f"tinker_cookbook.recipes.{recipe}",
+        *(f"{key}={value}" for key, value in options.items()),
+        cwd=folder,
+    )
+    return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def left_open() -> Iterator[None]:
+    """Wait after a recipe that leaves its session open: the server gives the ranks to another once heartbeats stop."""
+    yield
+    time.sleep(Limits().heartbeat_s + 1)
+
+
+def rewards_of(metrics: list[dict[str, Any]]) -> list[float]:
+    return [line["env/all/reward/total"] for line in metrics if "env/all/reward/total" in line]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_fn": "importance_sampling"},
+        {"loss_fn": "ppo", "num_substeps": 2, "compute_post_kl": True},
+        {"loss_fn": "importance_sampling", "max_steps_off_policy": 1},
+    ],
+    ids=["on-policy", "ppo", "off-policy"],
+)
+def test_the_reward_of_math_rl_rises(
+    server: Server, client_folder: Path, tmp_path: Path, options: dict[str, object]
+) -> None:
+    metrics = metrics_of(server, client_folder, tmp_path, "math_rl.train", **ARITHMETIC, **options)
+    rewards = rewards_of(metrics)
+    assert len(rewards) == 6
+    assert 0.2 < rewards[0] < 0.75
+    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.2, rewards
+
+
+def test_the_loss_of_chat_sl_falls(server: Server, client_folder: Path, tmp_path: Path) -> None:
+    metrics = metrics_of(
+        server,
+        client_folder,
+        tmp_path,
+        "chat_sl.train",
+        dataset=example_conversations(),
+        renderer_name="qwen3_instruct",
+        batch_size=4,
+        max_length=128,
+        learning_rate=1e-3,
+        max_steps=12,
+        save_every=0,
+        eval_every=0,
+    )
+    assert_falling([line["train_mean_nll"] for line in metrics if "train_mean_nll" in line], 12)
+
+
+def example_conversations() -> Path:
+    """Return the conversations that come with the cookbook."""
+    (package,) = CLIENT_PYTHON.parents[1].glob("lib/python*/site-packages/tinker_cookbook")
+    return package / "example_data/conversations.jsonl"
+
+
+def assert_falling(losses: list[float], num_steps: int) -> None:
+    assert len(losses) == num_steps
+    third = num_steps // 3
+    assert sum(losses[-third:]) < 0.9 * sum(losses[:third]), losses
+
+
+@pytest.mark.usefixtures("left_open")
+def test_the_loss_of_sl_loop_falls(server: Server, client_folder: Path, tmp_path: Path) -> None:
+    metrics = metrics_of(
+        server, client_folder, tmp_path, "sl_loop", batch_size=8, learning_rate=1e-3, max_steps=6
+    )
+    assert_falling([line["train_mean_nll"] for line in metrics if "train_mean_nll" in line], 6)
+
+
+@pytest.mark.usefixtures("left_open")
+def test_the_reward_of_rl_loop_rises(server: Server, client_folder: Path, tmp_path: Path) -> None:
+    metrics = metrics_of(
+        server,
+        client_folder,
+        tmp_path,
+        "rl_loop",
+        loss_fn="importance_sampling",
+        batch_size=8,
+        group_size=8,
+        max_tokens=8,
+        learning_rate=1e-3,
+        max_steps=6,
+    )
+    rewards = [line["reward/total"] for line in metrics if "reward/total" in line]
+    assert len(rewards) == 6
+    assert sum(rewards[-2:]) > sum(rewards[:2]), rewards
