@@ -131,7 +131,12 @@ class EngineRanks:
         settings = [self._settings(prompt) for prompt in prompts]
         with self._weights(weights):
             drawn = self._draw(prompts, settings)
-            return [self._completed(prompt, samples) for prompt, samples in zip(prompts, drawn, strict=True)]
+            asked = [prompt for prompt in prompts if prompt.log_probs_from is not None]
+            scored = iter(self._scored_prompts(asked))
+            return [
+                self._completed(prompt, samples, None if prompt.log_probs_from is None else next(scored))
+                for prompt, samples in zip(prompts, drawn, strict=True)
+            ]
 
     # ---- sampling ----
 
@@ -206,7 +211,21 @@ class EngineRanks:
         following = iter(samples)
         return [[*islice(following, prompt.num_samples)] for prompt in prompts]
 
-    def _completed(self, prompt: Prompt, samples: Sequence[Sample]) -> Sampled:
+    def _scored_prompts(self, prompts: Sequence[Prompt]) -> list[tuple[np.ndarray, TopLogProbs]]:
+        """Return log-probs and most likely tokens of each prompt, all of them from one call of the ranks."""
+        if not prompts:
+            return []
+        log_probs, tops = self._scored(
+            [prompt.tokens for prompt in prompts], max(prompt.top_prompt_log_probs for prompt in prompts)
+        )
+        return [
+            (own, TopLogProbs(*(values[:, : prompt.top_prompt_log_probs] for values in top)))
+            for prompt, own, top in zip(prompts, log_probs, tops, strict=True)
+        ]
+
+    def _completed(
+        self, prompt: Prompt, samples: Sequence[Sample], scored: tuple[np.ndarray, TopLogProbs] | None
+    ) -> Sampled:
         """Return the samples of a prompt with the log-probs that are wanted beside those of the drawn tokens."""
         if prompt.top_log_probs:
             wholes = [(*prompt.tokens, *sample.tokens.tolist()) for sample in samples]
@@ -216,9 +235,9 @@ class EngineRanks:
                 sample._replace(top=TopLogProbs(*(values[first:] for values in top)))
                 for sample, top in zip(samples, tops, strict=True)
             ]
-        if prompt.log_probs_from is None:
+        if prompt.log_probs_from is None or scored is None:
             return Sampled(samples)
-        (log_probs,), (top,) = self._scored([prompt.tokens], prompt.top_prompt_log_probs)
+        log_probs, top = scored
         before = max(1, prompt.log_probs_from)
         whole = np.concatenate([np.full(before, np.nan, np.float32), log_probs[before - 1 :]])
         if not prompt.top_prompt_log_probs:
