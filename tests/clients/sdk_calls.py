@@ -12,7 +12,7 @@ from tinker import types
 
 TOKENS = [[2, 40, 41, 42, 43, 44], [2, 50, 60, 70], [2, 80, 81, 82, 83]]
 ADAM = types.AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8)
-LOSSES = {
+LOSSES: dict[types.LossFnType, tuple[str, ...]] = {
     "cross_entropy": ("weights",),
     "importance_sampling": ("logprobs", "advantages"),
     "ppo": ("logprobs", "advantages"),
@@ -22,7 +22,7 @@ LOSSES = {
 }
 
 
-def data_of(loss: str, shift: int = 0) -> list[types.Datum]:
+def data_of(loss: types.LossFnType, shift: int = 0) -> list[types.Datum]:
     """Return the rows of a loss; `shift` makes those of another step."""
     data = []
     for number, tokens in enumerate(TOKENS):
@@ -42,6 +42,7 @@ def data_of(loss: str, shift: int = 0) -> list[types.Datum]:
 
 def model_of(service: tinker.ServiceClient) -> tinker.TrainingClient:
     (served,) = service.get_server_capabilities().supported_models
+    assert served.model_name is not None
     return service.create_lora_training_client(served.model_name, rank=0).result()
 
 
@@ -72,7 +73,7 @@ def custom(service: tinker.ServiceClient) -> dict[str, Any]:
     model = model_of(service)
 
     def loss(_: list[types.Datum], log_probs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-        total = -sum(values.sum() for values in log_probs)
+        total = -torch.cat(log_probs).sum()
         return total, {"own:sum": total.item()}
 
     data = data_of("cross_entropy")
@@ -108,7 +109,7 @@ def sampling(service: tinker.ServiceClient) -> dict[str, Any]:
         ).result()
         return {
             "tokens": [[*map(int, one.tokens)] for one in answer.sequences],
-            "logprobs": [[*map(float, one.logprobs)] for one in answer.sequences],
+            "logprobs": [[*map(float, one.logprobs or ())] for one in answer.sequences],
             "prompt_logprobs": answer.prompt_logprobs,
             "top": answer.topk_prompt_logprobs,
         }

@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from hybridengine.data.tokenizer import PAD, ROLES, TURN_END, TURN_START, UNKNOWN
+from hybridengine.data.tokenizer import PAD, ROLES, TURN_END, TURN_START, UNKNOWN, token_id
 
 NAME = "Qwen/Qwen3-4B-Instruct-2507"
 """Name by which the recipes choose the renderer qwen3_instruct."""
@@ -79,8 +79,8 @@ def write_random_model(folder: Path) -> None:
         tie_word_embeddings=False,
         initializer_range=0.06,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=token_id(tokenizer, "eos"),
+        pad_token_id=token_id(tokenizer, "pad"),
     )
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).save_pretrained(folder)
