@@ -49,14 +49,9 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 def test_every_committed_configuration_loads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     serves = path.stem == "serve"
-<<<<<<< HEAD
-    model = ["model.hf_config=qwen2.5-7b"] if serves else []
-    config = load_config(path, model, dry_run=True, serves=serves)
-=======
     # The server's model is what a run leaves.
     shape = ["model.hf_config=llama3-70b"] if serves else []
     config = load_config(path, shape, dry_run=True, serves=serves)
->>>>>>> w-clients
     assert config.run.name == path.stem
     for role in ("actor",) if serves else config.model_roles:
         assert config.grid(role).sizes.num_ranks == config.num_ranks
