@@ -14,11 +14,10 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import OptimizerSection
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
-from hybridengine.errors import DataError, StorageError
+from hybridengine.errors import DataError, RequestError, StorageError
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.rows.micro_batches import with_empty_rows
 from tests.full.engines.vllm_ranks import take_place
@@ -32,6 +31,8 @@ from workers.client_actor import ClientActor
 SCALE = 1e-3
 LINEAR = OptimizerSection(lr=1e6 * SCALE, eps=1e6, clip_grad=0.0)
 """Settings with an eps so large that the first step of Adam is SCALE times the gradient."""
+NUM_TOP = 40
+"""More tokens than one of two tensor-parallel ranks has."""
 CLIPS = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}
 
 
@@ -67,27 +68,36 @@ def _drive(group: Group, run: RunConfig, folder: Path, exports: Path) -> dict[st
     seen["step"] = group.call("step_with", LINEAR)
     group.call("export_model", str(exports), str(folder))
 
-    load_weights(group.worker.trainer, folder)
     group.call("begin_model")
     group.call("pass_rows", policy, "importance_sampling", {}, backward=True)
     group.call("begin_model")  # drops the gradients
     seen["whole"] = group.call("pass_rows", policy, "ppo", CLIPS, backward=True)
     seen["whole_step"] = group.call("step_with", LINEAR)
     seen["version"] = group.worker.trainer.version
+    seen["trained"] = group.call("score", of_loss(rows), NUM_TOP)
+    group.call("borrow_weights", str(folder))
+    seen["borrowed"] = group.call("score", of_loss(rows), NUM_TOP)
+    group.call("return_weights")
+    seen["returned"] = group.call("score", of_loss(rows), NUM_TOP)
     wrong = policy.clone()
     wrong["targets"][:, 0] = 59
     with pytest.raises(DataError, match=r"column 'targets' has the token 59, .* from 0 to 58;"):
         group.worker.pass_rows(wrong, "ppo", {}, backward=True)
-    with pytest.raises(DataError, match="ppo takes logprobs, advantages;"):
+    with pytest.raises(RequestError, match="ppo takes logprobs, advantages;"):
         group.worker.pass_rows(weighted, "ppo", {}, backward=True)
     return seen
 
 
-def expected_of(model: PreTrainedModel, rows: TensorDict) -> tuple[Tensor, list[float], dict[str, Tensor]]:
-    """Return (log-probs of the targets [B, T], ppo's losses of the rows, gradients of their sum), row by row."""
+def expected_of(
+    model: PreTrainedModel, rows: TensorDict
+) -> tuple[Tensor, Tensor, list[float], dict[str, Tensor]]:
+    """Return (log-probs of the targets [B, T] and of all tokens [B, T, V], ppo's losses of the rows, gradients of their
+    sum), row by row."""
     log_probs, losses = torch.zeros(len(LENGTHS), WIDTH, dtype=torch.float64), []
+    whole = torch.zeros(len(LENGTHS), WIDTH, SIZES["vocab_size"], dtype=torch.float64)
     for row, length in enumerate(LENGTHS):
         logits = model(rows["tokens"][row : row + 1, :length]).logits[0]
+        whole[row, :length] = logits.log_softmax(-1).detach()
         picked = logits.log_softmax(-1).gather(1, rows["targets"][row, :length, None])[:, 0]
         log_probs[row, :length] = picked.detach()
         ratio = (picked - rows["logprobs"][row, :length].double()).exp()
@@ -95,7 +105,7 @@ def expected_of(model: PreTrainedModel, rows: TensorDict) -> tuple[Tensor, list[
         losses.append(-torch.min(ratio * advantage, ratio.clamp(0.7, 1.3) * advantage).sum())
     named = dict(model.named_parameters())
     gradients = torch.autograd.grad(torch.stack(losses).sum(), list(named.values()))
-    return log_probs, [loss.item() for loss in losses], dict(zip(named, gradients, strict=True))
+    return log_probs, whole, [loss.item() for loss in losses], dict(zip(named, gradients, strict=True))
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,7 @@ class Expected:
 
     folder: Path
     log_probs: Tensor
+    whole: Tensor
     losses: list[float]
     gradients: dict[str, Tensor]
 
@@ -125,6 +136,7 @@ def test_passes_and_steps_are_those_of_one_process(
     by_rank = run_ranks(runs[0].num_ranks, drive, runs, expected.folder / "policy", tmp_path)
     for parallel, seen in zip(layouts, by_rank[0], strict=True):
         check_passes(seen, expected)
+        check_scores(seen, expected)
         norm = torch.sqrt(sum((gradient**2).sum() for gradient in expected.gradients.values())).item()  # type: ignore[arg-type]
         for step in (*seen["step"], *seen["whole_step"]):
             assert step["grad_norm"] == pytest.approx(norm, rel=1e-4), parallel
@@ -135,6 +147,19 @@ def test_passes_and_steps_are_those_of_one_process(
         for name, gradient in expected.gradients.items():
             moved = (before[name].double() - after[name].double()) / SCALE
             torch.testing.assert_close(moved, gradient, rtol=1e-3, atol=1e-3)
+
+
+def check_scores(seen: dict[str, Any], expected: Expected) -> None:
+    """Other weights are scored as transformers scores them, and the own ones come back bit by bit."""
+    found = seen["borrowed"]
+    torch.testing.assert_close(found["log_probs"].double(), expected.log_probs, rtol=0, atol=1e-4)
+    top = expected.whole.topk(NUM_TOP).values
+    torch.testing.assert_close(found["top_log_probs"].double(), top, rtol=0, atol=1e-4)
+    of_ids = expected.whole.gather(2, found["top_ids"])
+    torch.testing.assert_close(found["top_log_probs"].double(), of_ids, rtol=0, atol=1e-4)
+    for name in ("log_probs", "top_ids", "top_log_probs"):
+        assert torch.equal(seen["returned"][name], seen["trained"][name]), name
+    assert not torch.equal(seen["returned"]["log_probs"], found["log_probs"])
 
 
 def check_passes(seen: dict[str, Any], expected: Expected) -> None:
