@@ -11,7 +11,7 @@ from hybridengine.errors import DataError
 
 CASES = "tests.unit.reward_cases"
 EXTRA = ("prompts", "prompt_lengths", "response_lengths")
-LOAD_TIMEOUT_S = 5.0
+LOAD_TIMEOUT_S = 4.5
 
 
 @pytest.mark.parametrize(
