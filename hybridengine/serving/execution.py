@@ -1,4 +1,4 @@
-"""What each kind of request does on the ranks, and the rows that it leaves in the store."""
+"""Execution of each kind of request on the ranks, and the rows to store with its result."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from hybridengine.serving.room import Room
 from hybridengine.serving.store import Request
 
 WAIT_S = 600.0
-"""Longest wait of a call; the `openai` client waits as long unless it is told otherwise."""
+"""Longest wait of a call, in seconds: the default of the `openai` client."""
 _NO_MODEL = "model_not_found"
 
 

@@ -1,4 +1,4 @@
-"""What the server asks of the ranks that train and sample, and the rows that go to and fro."""
+"""Protocol of the ranks that train and sample, and the values that they exchange with the server."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Room:
         self.ranks = ranks
         self.store = store
         self.failure: BaseException | None = None
-        """What has ended the thread."""
+        """Error that has ended the thread."""
         self._execution = Execution(ranks, store, folder)
         self._results = Results(store)
         self._limits = limits or Limits()

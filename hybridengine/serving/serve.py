@@ -36,7 +36,7 @@ CLOSING_S = 5
 
 
 def serve(config: RunConfig) -> None:
-    """Start the actor's ranks and serve clients until the process is told to end."""
+    """Start the actor's ranks and serve clients until SIGTERM or SIGINT."""
     console, started = Console(), time.perf_counter()
 
     def say(text: str) -> None:

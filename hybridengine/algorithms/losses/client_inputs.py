@@ -1,4 +1,4 @@
-"""What a client of the Tinker API sends for each loss of `client.py`: columns of its rows, and settings."""
+"""Columns and settings that a client of the Tinker API sends for each loss of `client.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridengine.errors import RequestError
 
 @dataclass(frozen=True)
 class ClientInputs:
-    """What a loss reads."""
+    """Inputs of a loss."""
 
     columns: tuple[str, ...]
     """Columns that a row needs beside its targets, [T] each."""
