@@ -66,13 +66,35 @@ class Execution:
             raise RequestError(f"{request.kind} is not served; served are {', '.join(self._methods)}")
         return self._methods[request.kind](request)
 
-    def check_model(self, base_model: str | None, optimizer: types.OptimizerConfig | None) -> None:
-        """Raise RequestError unless this server has that model and optimizer."""
+    def check_model(
+        self,
+        base_model: str | None,
+        optimizer: types.OptimizerConfig | None,
+        lora: types.LoraConfig | None = None,
+    ) -> None:
+        """Raise RequestError unless this server has that model and optimizer, and trains all weights of it."""
         served = self.ranks.facts.name
         if base_model is not None and base_model != served:
             raise RequestError(f"base_model={base_model!r} is not served; this server has {served!r}")
         if optimizer is not None and optimizer.type != "adamw":
             raise RequestError(f"optimizer type={optimizer.type!r} is not served; choose adamw")
+        if lora is not None and lora.rank != 0:
+            raise RequestError(
+                f"lora_config.rank={lora.rank} is not served: all weights are trained; use lora_rank=0 for full"
+                " fine-tuning"
+            )
+
+    def delete_checkpoint(self, path: str, holder: str | None) -> None:
+        """Remove a checkpoint and its files; raise RequestError if a restart needs it to resume model `holder`."""
+        checkpoint = self.checkpoint(path)
+        base = self.store.replay(holder).checkpoint if holder else None
+        if base is not None and base.path == path:
+            raise RequestError(
+                f"checkpoint {path} is where model {holder} would be resumed; save another one first"
+            )
+        with self.store.transaction() as transaction:
+            transaction.delete(checkpoint)
+        shutil.rmtree(checkpoint.folder, ignore_errors=True)
 
     def checkpoint(self, path: str) -> Checkpoint:
         """Return the checkpoint at a tinker:// path; raise RequestError if there is none."""

@@ -85,7 +85,7 @@ async def _draw(room: Room, prompts: Sequence[Prompt], wait_s: float) -> Sequenc
     """Return the samples of each prompt, all of the same weights."""
 
     def submit() -> dict[str, Future[None]]:
-        return {request_id: room.done(request_id) for request_id in room.submit_prompts(prompts)}
+        return {request_id: room.results.done(request_id) for request_id in room.submit_prompts(prompts)}
 
     def results() -> Sequence[Request]:
         return [room.store.get(Request, request_id) for request_id in futures]

@@ -8,7 +8,6 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,7 @@ class Room:
         self.failure: BaseException | None = None
         """Error that has ended the thread."""
         self._execution = Execution(ranks, store, folder)
-        self._results = Results(store)
+        self.results = Results(store)
         self._limits = limits or Limits()
         self._newest = newest
         # guards what follows, and is not held during calls of the ranks
@@ -97,11 +96,11 @@ class Room:
             if request.kind == "sample":
                 self._samples.append(request.id)
             elif request.kind == PROMPT:  # the connection that waited for it is gone
-                self._results.finish({request.id: HybridEngineError("the server restarted; send it again")})
+                self.results.finish({request.id: HybridEngineError("the server restarted; send it again")})
             elif request.owner == self._holder:
                 self._waiting[request.seq_id] = time.monotonic()
             else:
-                self._results.finish({request.id: RequestError(self.store.get(Model, request.owner).gone)})
+                self.results.finish({request.id: RequestError(self.store.get(Model, request.owner).gone)})
         self._thread.start()
 
     def close(self) -> None:
@@ -137,12 +136,7 @@ class Room:
 
         Raises: RequestError for another model, optimizer or LoRA, or while another model holds the ranks.
         """
-        rank = message.lora_config.rank if message.lora_config else 0
-        if rank != 0:
-            raise RequestError(
-                f"lora_config.rank={rank} is not served: all weights are trained; use lora_rank=0 for full fine-tuning"
-            )
-        self._execution.check_model(message.base_model, message.optimizer_config)
+        self._execution.check_model(message.base_model, message.optimizer_config, message.lora_config)
         return self._begin(message.session_id, message.model_seq_id, "create_model", body)
 
     def load_model(self, message: types.LoadWeightsRequest, body: bytes) -> str:
@@ -163,15 +157,7 @@ class Room:
     def delete_checkpoint(self, path: str) -> None:
         """Remove a checkpoint and its files; raise RequestError if a restart needs it."""
         with self._changed:
-            checkpoint = self._execution.checkpoint(path)
-            base = self.store.replay(self._holder).checkpoint if self._holder else None
-            if base is not None and base.path == path:
-                raise RequestError(
-                    f"checkpoint {path} is where model {self._holder} would be resumed; save another one first"
-                )
-            with self.store.transaction() as transaction:
-                transaction.delete(checkpoint)
-        shutil.rmtree(checkpoint.folder, ignore_errors=True)
+            self._execution.delete_checkpoint(path, self._holder)
 
     def submit(self, owner: str, seq_id: int | None, kind: str, body: bytes) -> str:
         """Accept a request of a model or (`sample`) of a sampler, and return its id; a retry returns the first one's.
@@ -226,11 +212,7 @@ class Room:
         with self._changed:
             pending = [request_id for request_id in self._samples if request_id in request_ids]
             self._samples = [request_id for request_id in self._samples if request_id not in pending]
-            self._results.finish(dict.fromkeys(pending, RequestError(reason)))
-
-    def done(self, request_id: str) -> Future[None]:
-        """Return a future that completes when the request is done or has failed; raise RequestError if it is unknown."""
-        return self._results.done(request_id)
+            self.results.finish(dict.fromkeys(pending, RequestError(reason)))
 
     # ---- checks, with the lock held ----
 
@@ -290,16 +272,13 @@ class Room:
 
     def _end(self, model_id: str, state: str, reason: str, user: bool = True) -> None:
         """Take the ranks from a model, and fail its requests that are not done."""
-        with self._changed:
-            self.store.update(Model, model_id, state=state, reason=reason)
-            pending = self.store.all(
-                select(Request).where(Request.owner == model_id, Request.state == QUEUED)
-            )
-            error = (RequestError if user else HybridEngineError)(self.store.get(Model, model_id).gone)
-            self._results.finish({request.id: error for request in pending})
-            if self._holder == model_id:
-                self._holder = None
-                self._waiting.clear()
+        self.store.update(Model, model_id, state=state, reason=reason)
+        pending = self.store.all(select(Request).where(Request.owner == model_id, Request.state == QUEUED))
+        error = (RequestError if user else HybridEngineError)(self.store.get(Model, model_id).gone)
+        self.results.finish({request.id: error for request in pending})
+        if self._holder == model_id:
+            self._holder = None
+            self._waiting.clear()
 
     # ---- the thread ----
 
@@ -335,7 +314,10 @@ class Room:
             self._execution.restore(model_id)
         except Exception as error:  # the server stays: other models can be created
             logger.exception("model %s cannot be resumed", model_id)
-            self._end(model_id, POISONED, f"it could not be resumed after a restart of the server: {error}")
+            with self._changed:
+                self._end(
+                    model_id, POISONED, f"it could not be resumed after a restart of the server: {error}"
+                )
 
     def _collect(self) -> list[str]:
         """Return all sampling requests, after a wait for those that arrive at the same time."""
@@ -351,7 +333,7 @@ class Room:
 
     def _sample(self, request_ids: Sequence[str], holder: Model | None) -> None:
         requests = [self.store.get(Request, request_id) for request_id in request_ids]
-        self._results.finish(self._execution.sample(requests, holder, self._newest))
+        self.results.finish(self._execution.sample(requests, holder, self._newest))
 
     def _carry_out(self, request_id: str) -> None:
         request = self.store.get(Request, request_id)
@@ -364,7 +346,7 @@ class Room:
             if not user:
                 logger.exception("%s of %s failed", request.kind, request.owner)
             with self._changed:
-                self._results.finish({request.id: error})
+                self.results.finish({request.id: error})
                 if request.kind in CHANGES:  # what follows relies on it
                     reason = f"{request.kind} with seq_id={request.seq_id} failed: {error}"
                     self._end(request.owner, POISONED, reason, user)
@@ -373,7 +355,7 @@ class Room:
         else:
             with self._changed:
                 self._advance(request, outcome)
-                self._results.announce([request.id])
+                self.results.announce([request.id])
 
     def _advance(self, request: Request, outcome: Outcome | None) -> None:
         """Store an outcome, the rows that belong to it and the model's place in one transaction."""

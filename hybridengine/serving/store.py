@@ -51,7 +51,6 @@ class Model(Base):
     session_id: Mapped[str] = mapped_column(ForeignKey("sessions.id"))
     model_seq_id: Mapped[int]
     base_model: Mapped[str]
-    lora_rank: Mapped[int] = mapped_column(default=0)
     seq_id: Mapped[int] = mapped_column(default=-1)
     """Last request that was carried out; 0 creates the model."""
     step: Mapped[int] = mapped_column(default=0)

@@ -15,7 +15,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from tinker import types
 
-from hybridengine.errors import ConfigError, RequestError
+from hybridengine.errors import RequestError
 from hybridengine.serving.bodies import read_body
 from hybridengine.serving.openai_app import WAIT_S, create_openai_app
 from hybridengine.serving.openai_texts import Tokenizer
@@ -62,13 +62,7 @@ def create_app(
         tokenizer: the model's tokenizer, with which OpenAI's endpoints are served as well.
         hold_s: time after which a Tinker client that waits for a result is told to try again.
         wait_s: time after which a call of OpenAI's endpoints fails.
-
-    Raises: ConfigError if the SDK would refuse the key.
     """
-    if not api_key.startswith("tml-"):
-        raise ConfigError(
-            "the API key does not begin with 'tml-', as the Tinker SDK demands; choose tml-SOMETHING"
-        )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -269,7 +263,7 @@ def _add_results(api: APIRouter, room: Room, limit: int, hold_s: float) -> None:
     async def retrieve_future(call: Call) -> Response:
         request_id = parse(types.FutureRetrieveRequest, await read_body(call, limit)).request_id
         try:
-            done = await run_in_threadpool(room.done, request_id)
+            done = await run_in_threadpool(room.results.done, request_id)
         except RequestError as error:
             raise HTTPException(404, str(error)) from None
         await asyncio.wait({asyncio.wrap_future(done)}, timeout=hold_s)

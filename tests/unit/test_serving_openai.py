@@ -70,7 +70,7 @@ class Server:
         message = types.CreateModelRequest(
             session_id=self.room.create_session({}), model_seq_id=0, base_model="tiny"
         )
-        self.room.done(self.room.create_model(message, message.model_dump_json().encode())).result(10)
+        self.room.results.done(self.room.create_model(message, message.model_dump_json().encode())).result(10)
         self.ranks.table += 20 * np.eye(len(TOKENS), k=1)
 
     def generate(self, **body: Any) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def begin(room: Room, number: int = 0, session: str | None = None) -> str:
 
 def answer(room: Room, request_id: str) -> dict[str, Any]:
     """Return the JSON result of a request, or raise its error."""
-    room.done(request_id).result(10)
+    room.results.done(request_id).result(10)
     request = room.store.get(Request, request_id)
     if request.error is not None:
         raise RequestError(request.error)
@@ -203,7 +203,7 @@ def test_prompts_without_a_session_join_the_samplers(rooms: Rooms) -> None:
     room = rooms.start(ranks, quiet_s=0.5)
     own = Prompt((2,), num_samples=1, seed=0, max_tokens=1, temperature=0.0)
     before = room.submit_prompts([own])
-    room.done(before[0]).result(10)
+    room.results.done(before[0]).result(10)
     model = begin(room)
     sampling = sampler(room, model, 1)
     first = room.submit(sampling, 0, "sample", prompt())
@@ -232,7 +232,7 @@ def test_a_model_that_waits_to_begin_is_not_sampled(rooms: Rooms) -> None:
     room = rooms.start(ranks, quiet_s=0.5)
     drawn = room.submit_prompts([Prompt((2,), num_samples=1, seed=0, max_tokens=1)])
     begin(room)  # arrives while prompts are collected
-    room.done(drawn[0]).result(10)
+    room.results.done(drawn[0]).result(10)
     assert ranks.calls == ["sample 1 base", "begin_model"]
 
 
