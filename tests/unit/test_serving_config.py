@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hybridengine.config import load_config
 from hybridengine.errors import ConfigError
 
-FILE, SHAPES = "configs/serve.yaml", "model.hf_config=llama3-70b"
+FILE = Path("configs/serve.yaml").absolute()
+SHAPES = "model.hf_config=llama3-70b"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run where the file's checkpoint does not exist: `make train` may have made it here."""
+    monkeypatch.chdir(tmp_path)
 
 
 def test_a_server_needs_no_data() -> None:
