@@ -199,8 +199,13 @@ class MegatronTrainer(MegatronModel):
         """Forget the pending gradients (`Policy`)."""
         self._runner.drop_gradients()
 
-    def optimizer_step(self, settings: OptimizerSection | None = None, *, summed: bool = False) -> StepResult:
-        """Take one step along the mean gradient per token since the last step, or their sum, or skip it (`Policy`)."""
+    def optimizer_step(
+        self, settings: OptimizerSection | None = None, *, summed: bool = False, advance: bool = True
+    ) -> StepResult:
+        """Take one step along the mean gradient per token since the last step, or their sum, or skip it (`Policy`).
+
+        Without `advance`, the schedule waits for `advance_schedule`.
+        """
         assert self._optimizer is not None, "start_optimizer comes before the first step"
         self.expect_weights()
         if not self._runner.has_gradients:
@@ -217,10 +222,15 @@ class MegatronTrainer(MegatronModel):
             stack.enter_context(device_shim())
             _, grad_norm, _ = self._optimizer.step()
             self._optimizer.zero_grad()
-        if settings is None:
-            self._schedule.step(increment=1)
+        if settings is None and advance:
+            self.advance_schedule()
         self.version += 1
         return StepResult(float(grad_norm), lr)
+
+    def advance_schedule(self) -> float:
+        """Advance the learning-rate schedule by a step; return the new rate."""
+        self._schedule.step(increment=1)
+        return self._optimizer.param_groups[0]["lr"]
 
     def train_step(self, batches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
         """Take one optimizer step over the micro-batches of one pass; the result includes those of the loss function."""
