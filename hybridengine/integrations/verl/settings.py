@@ -77,7 +77,7 @@ def _differing(section: str, given: Any, supported: dict[str, Any]) -> Iterator[
 
 
 def dtype_of(engine: Any) -> str:
-    """Return the type of the weights; `override_mcore_model_config.dtype` allows float32, which verl's own key does not."""
+    """Return the type of the weights; `override_mcore_model_config.dtype` allows float32, verl's own key does not."""
     return engine.override_mcore_model_config.get("dtype", engine.dtype)
 
 
