@@ -103,6 +103,11 @@ class Server:
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
 
+    def memory_bytes(self) -> int:
+        """Return the resident memory of the process that clients talk to, without its ranks."""
+        assert self._process is not None, "start first"
+        return self._process.memory_info().rss
+
     def kill(self) -> None:
         """Send SIGKILL to the process, its Ray and all ranks."""
         for process in self._family:
