@@ -16,6 +16,16 @@ from openai import AsyncOpenAI
 __all__ = ["Sums", "SumsAgent"]
 
 
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Return the sum of two numbers.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}},
+    },
+}
+
+
 class SumData(vf.TaskData):
     """A question with its answer."""
 
@@ -64,9 +74,9 @@ class SumsAgent(vf.Harness[vf.HarnessConfig]):
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> vf.ProgramResult:
-        """Send the conversation to the model once."""
+        """Send the conversation to the model once, with a tool: the renderer is to see it, the server is not."""
         prompt = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt or []
         messages: Any = [message.model_dump(include={"role", "content"}) for message in prompt]
         async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
-            await client.chat.completions.create(model=ctx.model, messages=messages)
+            await client.chat.completions.create(model=ctx.model, messages=messages, tools=[TOOL])
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")

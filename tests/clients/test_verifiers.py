@@ -62,13 +62,14 @@ def test_the_reward_of_an_environment_rises_as_a_tinker_client_trains_on_its_rol
     assert means[-1] > means[0] + 0.2, means
 
 
-def test_a_conversation_of_two_turns_has_the_tokens_and_log_probs_of_both(
+def test_a_conversation_of_two_turns_with_a_tool_has_the_tokens_and_log_probs_of_both(
     server: Server, warm_model: Path, question_file: Path, tmp_path: Path
 ) -> None:
     found = result_of(server.client(CALLS, "two_turns", question_file, warm_model, cwd=tmp_path))
     assert len(found["traces"]) == NUM_QUESTIONS
     for trace, computed in zip(found["traces"], found["computed"], strict=True):
         assert trace["errors"] == []
+        assert trace["tools"] == ["add"]
         assert len(trace["replies"]) == 2
         assert trace["reward"] == float((trace["replies"][-1] or "").strip() == trace["answer"])
         assert_log_probs(trace, computed)

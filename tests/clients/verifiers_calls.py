@@ -51,7 +51,7 @@ def policy(model: str, tokenizer: str) -> vf.ModelContext:
         client=vf.TrainClientConfig(
             base_url=os.environ["OPENAI_BASE_URL"],
             api_key_var="OPENAI_API_KEY",
-            renderer={"name": "default"},
+            renderer={"name": "default", "tool_parser": "qwen3"},
             renderer_model_name=tokenizer,
         ),
         sampling=vf.Sampling(temperature=1.0, max_tokens=5),
@@ -72,6 +72,7 @@ def told(trace: vf.Trace) -> dict[str, Any]:
     return {
         "answer": trace.task.data.answer,
         "replies": [node.message.content for node in branch.nodes if any(node.mask)],
+        "tools": [tool.name for tool in branch.tools],
         "reward": trace.reward,
         "token_ids": branch.token_ids,
         "sampled": branch.sampled_mask,
