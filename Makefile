@@ -62,7 +62,7 @@ endif
 
 # They take minutes, and have an environment of their own for the clients, which know nothing of this project.
 .PHONY: test-clients
-test-clients: install $(CLIENTS_STAMP) ## scripts of Tinker's SDK and cookbook, as published, against `hybridengine serve`
+test-clients: install $(CLIENTS_STAMP) ## published clients (Tinker, OpenAI, verifiers) against `hybridengine serve`
 	$(VENV)/bin/python -m pytest $(if $(strip $(ARGS)),$(ARGS),tests/clients)
 
 .PHONY: test-verl

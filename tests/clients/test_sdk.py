@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,18 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.clients.sdk_calls import LOSSES
-from tests.clients.servers import ROOT, START_S, Server, finish, server_environment
+from tests.clients.servers import ROOT, START_S, Server, finish, result_of, server_environment
 
 pytestmark = pytest.mark.timeout(1800)
 
 CALLS = Path(__file__).with_name("sdk_calls.py")
 STEPS = 6
 END = 3
-
-
-def result_of(output: str) -> dict[str, Any]:
-    """Return the last line that a client has printed."""
-    return json.loads(output.splitlines()[-1])
 
 
 def saved_weights(server: Server, path: str) -> dict[str, torch.Tensor]:
