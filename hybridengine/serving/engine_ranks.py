@@ -6,13 +6,16 @@ Shapes: B rows, T positions, P prompt tokens, K targets of a position, k most li
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from ray.exceptions import RayError
 from tensordict import TensorDict
 from tinker.types import AdamParams
 
@@ -20,12 +23,14 @@ from hybridengine.backends.engine import SamplingSettings
 from hybridengine.checkpoints.digests import check_files
 from hybridengine.checkpoints.folders import FileList, read_kept
 from hybridengine.checkpoints.making import ROLE_FILES
-from hybridengine.config import RunConfig
 from hybridengine.config.sections import OptimizerSection
+from hybridengine.controller.calls import Future
+from hybridengine.controller.failures import failure_signature, is_passing
 from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.errors import CheckpointError, DataError, RequestError
+from hybridengine.errors import CheckpointError, DataError, RanksLostError, RequestError, WorkerError
 from hybridengine.rows.micro_batches import with_empty_rows
 from hybridengine.rows.protocols import ROW_NUMBERS
+from hybridengine.serving.rank_groups import RankGroups
 from hybridengine.serving.ranks import (
     LossRow,
     ModelFacts,
@@ -43,26 +48,51 @@ NO_LOG_PROB = -99999.0
 """Log-prob of a position without any, as the SDK reads it."""
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _tells_of_loss(method: Callable[P, T]) -> Callable[P, T]:
+    """Return a method that raises RanksLostError in place of errors that may pass once the ranks are started again."""
+
+    @functools.wraps(method)
+    def telling(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except (WorkerError, RayError) as error:
+            if not is_passing(error):
+                raise
+            raise RanksLostError(str(error), failure_signature(error)) from error
+
+    return telling
+
+
 class EngineRanks:
-    """An actor of `workers.client_actor.ClientActor` ranks (`Ranks`).
+    """Ranks whose actor's worker is `workers.client_actor.ClientActor` (`Ranks`)."""
 
-    Args:
-        end_tokens: tokens that end a response unless a prompt says otherwise.
-    """
-
-    def __init__(
-        self, config: RunConfig, actor: WorkerGroup, facts: ModelFacts, end_tokens: tuple[int, ...]
-    ) -> None:
-        self._config, self._actor, self._end_tokens = config, actor, end_tokens
+    def __init__(self, groups: RankGroups, facts: ModelFacts) -> None:
+        self._groups, self._config = groups, groups.config
         self.facts = facts
-        self._num_replicas = config.actor.parallel.dp_size
+        self._num_replicas = self._config.actor.parallel.dp_size
         self._holds_base = True  # the actor holds the base model's weights
 
+    @property
+    def _actor(self) -> WorkerGroup:
+        return self._groups.actor
+
+    @_tells_of_loss
+    def restart(self) -> None:
+        """End the ranks, whatever they do, and start new ones with the base model's weights."""
+        self._groups.start()
+        self._holds_base = True
+
+    @_tells_of_loss
     def begin_model(self) -> None:
         """Restore the base model's weights, drop all gradients and start a fresh optimizer."""
         self._actor.begin_model().wait()
         self._holds_base = True
 
+    @_tells_of_loss
     def forward_backward(
         self, rows: Sequence[LossRow], loss: str, settings: Mapping[str, float], backward: bool
     ) -> Passed:
@@ -85,6 +115,7 @@ class EngineRanks:
         metrics = {name: float(passed[name].sum()) for name in passed.keys() if name != "log_probs"}  # noqa: SIM118
         return Passed(outputs, metrics)
 
+    @_tells_of_loss
     def optim_step(self, adam: AdamParams) -> Mapping[str, float]:
         """Apply the summed gradients, drop them, and return metrics of the step."""
         settings = OptimizerSection.model_construct(
@@ -98,6 +129,7 @@ class EngineRanks:
         step = self._actor.step_with(settings).get()[0]
         return {"grad_norm:mean": step["grad_norm"], "skipped:sum": step["skipped"]}
 
+    @_tells_of_loss
     def save(self, folder: Path) -> None:
         """Write weights and optimizer to `folder`, which does not exist."""
         folder.mkdir(parents=True)
@@ -112,11 +144,13 @@ class EngineRanks:
                 if isinstance(one, CheckpointError):
                     raise one
 
+    @_tells_of_loss
     def save_sampler(self, folder: Path) -> None:
         """Write the weights to `folder` as a Hugging Face checkpoint."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._actor.export_model(str(folder), str(self._config.companions_folder)).wait()
 
+    @_tells_of_loss
     def load(self, folder: Path, optimizer: bool) -> None:
         """Load what `save` has written, with a fresh optimizer unless `optimizer`, and drop all gradients."""
         check_files(folder, read_kept(folder / ROLE_FILES, FileList).files)
@@ -126,6 +160,7 @@ class EngineRanks:
         if not optimizer:
             self._actor.start_training().wait()
 
+    @_tells_of_loss
     def sample(self, prompts: Sequence[Prompt], weights: Weights) -> Sequence[Sampled]:
         """Return the continuations of each prompt; gradients that wait for their optimizer step survive."""
         settings = [self._settings(prompt) for prompt in prompts]
@@ -147,11 +182,20 @@ class EngineRanks:
             yield
             return
         folder = self._config.model_folder if weights == "base" else weights
-        try:
+        with self._afterwards(lambda: self._actor.return_weights()):
             self._actor.borrow_weights(str(folder)).wait()
             yield
-        finally:
-            self._actor.return_weights().wait()
+
+    @contextlib.contextmanager
+    def _afterwards(self, call: Callable[[], Future]) -> Iterator[None]:
+        """Carry a call out after the body, also if this fails, but not on ranks that are lost: they may not answer."""
+        try:
+            yield
+        except Exception as error:
+            if not is_passing(error):
+                call().wait()
+            raise
+        call().wait()
 
     def _settings(self, prompt: Prompt) -> SamplingSettings:
         try:
@@ -161,7 +205,9 @@ class EngineRanks:
                 top_p=float(prompt.top_p),
                 top_k=max(0, prompt.top_k),
                 stop_token_ids=tuple(
-                    dict.fromkeys((*prompt.stop_ids, *(self._end_tokens if prompt.stop_at_end else ())))
+                    dict.fromkeys(
+                        (*prompt.stop_ids, *(self._groups.end_tokens if prompt.stop_at_end else ()))
+                    )
                 ),
                 stop_strings=prompt.stop_texts,
             )
@@ -194,10 +240,8 @@ class EngineRanks:
             batch_size=[len(rows)],
         )
         self._actor.switch_to_generate().wait()
-        try:
+        with self._afterwards(lambda: self._actor.switch_to_train()):
             answers = self._actor.sample(batch, [one for _, _, one in rows]).get()
-        finally:
-            self._actor.switch_to_train().wait()
         samples = []
         for (tokens, _, _), row in zip(rows, answers, strict=True):
             length = int(row["response_lengths"])

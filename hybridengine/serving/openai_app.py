@@ -84,6 +84,8 @@ def create_openai_app(
 async def _draw(room: Room, prompts: Sequence[Prompt], wait_s: float) -> Sequence[SampleResponse]:
     """Return the samples of each prompt, all of the same weights."""
 
+    _check_running(room)
+
     def submit() -> dict[str, Future[None]]:
         return {request_id: room.results.done(request_id) for request_id in room.submit_prompts(prompts)}
 
@@ -91,6 +93,7 @@ async def _draw(room: Room, prompts: Sequence[Prompt], wait_s: float) -> Sequenc
         return [room.store.get(Request, request_id) for request_id in futures]
 
     futures = await run_in_threadpool(submit)
+    _check_running(room)
     _, late = await asyncio.wait({asyncio.wrap_future(each) for each in futures.values()}, timeout=wait_s)
     if late:
         reason = (
@@ -98,6 +101,7 @@ async def _draw(room: Room, prompts: Sequence[Prompt], wait_s: float) -> Sequenc
         )
         await run_in_threadpool(room.withdraw, list(futures), reason)
         raise HTTPException(504, reason, {"x-should-retry": "false"})  # the client would only queue it again
+    _check_running(room)
     responses = []
     for request in await run_in_threadpool(results):
         if request.result is None:
@@ -105,6 +109,11 @@ async def _draw(room: Room, prompts: Sequence[Prompt], wait_s: float) -> Sequenc
             raise RequestError(request.error) if user else HTTPException(500, str(request.error))
         responses.append(deserialize_sample_response(request.result))
     return responses
+
+
+def _check_running(room: Room) -> None:
+    if room.failure is not None:
+        raise HTTPException(503, room.trouble)
 
 
 def _refuse(_: Call, error: Exception) -> JSONResponse:

@@ -36,6 +36,10 @@ class Results:
                 record(transaction.get_one(Request, request_id), result)
         self.announce(results)
 
+    def give_up(self) -> None:
+        """Complete all futures: no more results will come."""
+        self.announce([*self._futures])
+
     def announce(self, request_ids: Iterable[str]) -> None:
         """Complete the futures of requests whose results are stored."""
         for request_id in request_ids:
