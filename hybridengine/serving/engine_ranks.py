@@ -41,11 +41,10 @@ from hybridengine.serving.ranks import (
     TopLogProbs,
     Weights,
 )
+from hybridengine.serving.scored_prompts import completed, is_scored
 from hybridengine.serving.tinker_wire import TARGETS
 
 POLL_S = 0.05
-NO_LOG_PROB = -99999.0
-"""Log-prob of a position without any, as the SDK reads it."""
 
 
 P = ParamSpec("P")
@@ -106,7 +105,9 @@ class EngineRanks:
             for row, columns in zip(rows, wide, strict=True)
             for place in range(columns[TARGETS].shape[1])
         ]
-        passed = self._actor.pass_rows(self._batch(single), loss, dict(settings), backward).get()
+        passed = self._actor.pass_rows(
+            self._batch(single, self._num_replicas), loss, dict(settings), backward
+        ).get()
         found = iter(passed["log_probs"].numpy())
         outputs = []
         for row, columns in zip(rows, wide, strict=True):
@@ -163,17 +164,61 @@ class EngineRanks:
     @_tells_of_loss
     def sample(self, prompts: Sequence[Prompt], weights: Weights) -> Sequence[Sampled]:
         """Return the continuations of each prompt; gradients that wait for their optimizer step survive."""
+        scored = [
+            weights == "base" and self._groups.reference is not None and is_scored(each) for each in prompts
+        ]
+        if any(scored):
+            of_reference = iter(
+                self._referred([each for each, one in zip(prompts, scored, strict=True) if one])
+            )
+            others = [each for each, one in zip(prompts, scored, strict=True) if not one]
+            drawn = iter(self._sampled(others, weights) if others else ())
+            return [next(of_reference if one else drawn) for one in scored]
+        return self._sampled(prompts, weights)
+
+    # ---- sampling ----
+
+    def _sampled(self, prompts: Sequence[Prompt], weights: Weights) -> Sequence[Sampled]:
+        """Return samples of the actor, which holds `weights` for them."""
         settings = [self._settings(prompt) for prompt in prompts]
         with self._weights(weights):
-            drawn = self._draw(prompts, settings)
+            drawn = self._with_tops(prompts, self._draw(prompts, settings))
             asked = [prompt for prompt in prompts if prompt.log_probs_from is not None]
             scored = iter(self._scored_prompts(asked))
             return [
-                self._completed(prompt, samples, None if prompt.log_probs_from is None else next(scored))
+                completed(prompt, samples, None if prompt.log_probs_from is None else next(scored))
                 for prompt, samples in zip(prompts, drawn, strict=True)
             ]
 
-    # ---- sampling ----
+    def _referred(self, prompts: Sequence[Prompt]) -> Sequence[Sampled]:
+        """Return log-probs of prompts and one token after each, all from one forward pass of the reference."""
+        assert self._groups.reference is not None, "only called with a reference"
+        tokens = [np.asarray(prompt.tokens, np.int64) for prompt in prompts]
+        rows = [
+            {
+                "tokens": one,
+                TARGETS: np.append(one[1:], 0),
+                "draws": np.append(np.zeros(len(one) - 1, np.int64), 1 + prompt.seed % 2**31),
+            }
+            for one, prompt in zip(tokens, prompts, strict=True)
+        ]
+        num_top = max(prompt.top_prompt_log_probs for prompt in prompts)
+        batch = self._batch(rows, self._config.grid("reference").sizes.dp_size)
+        found = self._groups.reference.score(batch, min(num_top, self.facts.vocabulary_size)).get()
+        sampled = []
+        for prompt, row in zip(prompts, found, strict=False):
+            last = len(prompt.tokens) - 1
+            own = slice(last, last + 1)
+            token = row["drawn"][own].numpy()
+            ended = prompt.stop_at_end and int(token[0]) in self._groups.end_tokens
+            sample = Sample(token, row["log_probs"][own].numpy(), "stop" if ended else "length")
+            top = (
+                row[name][:last, : prompt.top_prompt_log_probs].numpy()
+                for name in ("top_ids", "top_log_probs")
+            )
+            scored = row["log_probs"][:last].numpy(), TopLogProbs(*top)
+            sampled.append(completed(prompt, [sample], scored))
+        return sampled
 
     @contextlib.contextmanager
     def _weights(self, weights: Weights) -> Iterator[None]:
@@ -267,41 +312,40 @@ class EngineRanks:
             for prompt, own, top in zip(prompts, log_probs, tops, strict=True)
         ]
 
-    def _completed(
-        self, prompt: Prompt, samples: Sequence[Sample], scored: tuple[np.ndarray, TopLogProbs] | None
-    ) -> Sampled:
-        """Return the samples of a prompt with the log-probs that are wanted beside those of the drawn tokens."""
-        if prompt.top_log_probs:
-            wholes = [(*prompt.tokens, *sample.tokens.tolist()) for sample in samples]
-            _, tops = self._scored(wholes, prompt.top_log_probs)
-            first = len(prompt.tokens) - 1
-            samples = [
-                sample._replace(top=TopLogProbs(*(values[first:] for values in top)))
-                for sample, top in zip(samples, tops, strict=True)
+    def _with_tops(
+        self, prompts: Sequence[Prompt], drawn: Sequence[Sequence[Sample]]
+    ) -> Sequence[Sequence[Sample]]:
+        """Return the samples with the most likely tokens at their positions, where wanted, from one call of the ranks."""
+        wholes = [
+            (*prompt.tokens, *sample.tokens.tolist())
+            for prompt, samples in zip(prompts, drawn, strict=True)
+            for sample in samples
+            if prompt.top_log_probs
+        ]
+        if not wholes:
+            return drawn
+        tops = iter(self._scored(wholes, max(prompt.top_log_probs for prompt in prompts))[1])
+        return [
+            [
+                sample._replace(
+                    top=TopLogProbs(
+                        *(values[len(prompt.tokens) - 1 :, : prompt.top_log_probs] for values in next(tops))
+                    )
+                )
+                for sample in samples
             ]
-        if prompt.log_probs_from is None or scored is None:
-            return Sampled(samples)
-        log_probs, top = scored
-        before = max(1, prompt.log_probs_from)
-        whole = np.concatenate([np.full(before, np.nan, np.float32), log_probs[before - 1 :]])
-        if not prompt.top_prompt_log_probs:
-            return Sampled(samples, whole)
-        padding = np.zeros((before, top.ids_Tk.shape[1]))
-        return Sampled(
-            samples,
-            whole,
-            TopLogProbs(
-                np.concatenate([padding, top.ids_Tk[before - 1 :]]),
-                np.concatenate([padding + NO_LOG_PROB, top.log_probs_Tk[before - 1 :]]),
-            ),
-        )
+            if prompt.top_log_probs
+            else samples
+            for prompt, samples in zip(prompts, drawn, strict=True)
+        ]
 
     def _scored(
         self, sequences: Sequence[Sequence[int]], top: int
     ) -> tuple[Sequence[np.ndarray], Sequence[TopLogProbs]]:
         """Return log-probs [T - 1] and most likely tokens of all tokens of each sequence but its first."""
         tokens = [np.asarray(sequence, np.int64) for sequence in sequences]
-        batch = self._batch([{"tokens": one[:-1], TARGETS: one[1:]} for one in tokens])
+        rows = [{"tokens": one[:-1], TARGETS: one[1:]} for one in tokens]
+        batch = self._batch(rows, self._num_replicas)
         found = self._actor.score(batch, min(top, self.facts.vocabulary_size)).get()
         lines = [(row, len(one) - 1) for row, one in zip(found, tokens, strict=False)]
         return (
@@ -312,7 +356,7 @@ class EngineRanks:
             ],
         )
 
-    def _batch(self, rows: Sequence[Mapping[str, np.ndarray]]) -> TensorDict:
+    def _batch(self, rows: Sequence[Mapping[str, np.ndarray]], num_replicas: int) -> TensorDict:
         """Return rows of [T] columns as a batch of at least one row for each replica, padded with zeros."""
         width = max(1, *(len(row["tokens"]) for row in rows))
         columns = {
@@ -322,7 +366,7 @@ class EngineRanks:
             for name in rows[0]
         }
         columns["lengths"] = torch.tensor([len(row["tokens"]) for row in rows])
-        return with_empty_rows(TensorDict(columns, batch_size=[len(rows)]), self._num_replicas)
+        return with_empty_rows(TensorDict(columns, batch_size=[len(rows)]), num_replicas)
 
 
 def _wide(values: np.ndarray) -> np.ndarray:

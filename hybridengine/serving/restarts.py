@@ -37,14 +37,14 @@ class Restarts:
                     f"{self._most}"
                 ) from failure
             self._number += 1
-            self.notice = f"the server starts its ranks again ({self._number} of at most {self._most} times): {cause_of(failure)}"
+            count = f"{self._number} of at most {self._most} times"
+            self.notice = f"the server starts its ranks again ({count}): {cause_of(failure)}"
             logger.warning("%s", self.notice)
             try:
                 self._ranks.restart()
             except Exception as error:
-                if not self.is_first("restart", error):
+                if not isinstance(error, RanksLostError) or not self.is_first("restart", error):
                     raise WorkerError(f"{failure}\nthe ranks could not start again: {error}") from error
-                assert isinstance(error, RanksLostError), "is_first"
                 failure = error
                 continue
             try:

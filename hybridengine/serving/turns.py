@@ -71,9 +71,10 @@ class Turns:
             self._store.session(session_id)
             for other in (*self._store.models(LIVE), *self._store.models(WAITING)):
                 if other.session_id == session_id:
+                    does = "holds" if other.state == LIVE else "waits for"
                     raise RequestError(
-                        f"model {other.id} of the same session {'holds' if other.state == LIVE else 'waits for'} the ranks,"
-                        " which train one model at a time; close that ServiceClient, and create the next model with another"
+                        f"model {other.id} of the same session {does} the ranks, which train one model at a time; close"
+                        " that ServiceClient, and create the next model with another"
                     )
             model = Model(
                 id=model_id,
@@ -187,7 +188,7 @@ class Turns:
             return
         if time.monotonic() - max(self._progress_s, min(self._arrivals.values())) > self._limits.gap_s:
             reason = (
-                f"seq_id={min(self._arrivals)} waited {self._limits.gap_s:.0f} s for seq_id={self._next_seq_id}, which did"
-                " not arrive"
+                f"seq_id={min(self._arrivals)} waited {self._limits.gap_s:.0f} s for seq_id={self._next_seq_id}, which"
+                " did not arrive"
             )
             self.end(self.holder, POISONED, reason)

@@ -97,10 +97,10 @@ def test_a_request_that_loses_the_ranks_twice_fails_alone(rooms: Rooms) -> None:
     room = rooms.start(ranks, max_restarts=4)
     model = begin(room)
     ranks.errors["forward_backward"] = [lost(), lost()]
-    with pytest.raises(RequestError, match="actor.pass_rows died on rank 1"):
+    with pytest.raises(RequestError, match=r"actor.pass_rows died on rank 1"):
         answer(room, room.submit(model, 1, "forward_backward", passing()))
     with pytest.raises(
-        RequestError, match="was stopped: forward_backward with seq_id=1 failed: actor.pass_rows died"
+        RequestError, match=r"was stopped: forward_backward with seq_id=1 failed: actor.pass_rows died"
     ):
         room.submit(model, 2, "optim_step", step(model))
     begun = begin(room)
@@ -110,7 +110,7 @@ def test_a_request_that_loses_the_ranks_twice_fails_alone(rooms: Rooms) -> None:
     own = Prompt((2,), num_samples=1, seed=0, max_tokens=1)
     ranks.errors["sample 1 live"] = [lost(1), lost(1)]
     (drawn,) = room.submit_prompts([own])
-    with pytest.raises(RequestError, match="actor.pass_rows died on rank 1"):
+    with pytest.raises(RequestError, match=r"actor.pass_rows died on rank 1"):
         answer(room, drawn)
     assert answer(room, room.submit(begun, 1, "forward", passing(forward_only=True)))
     assert rooms.store.get(Request, drawn).category == "server"
@@ -125,7 +125,7 @@ def test_a_model_whose_restoring_loses_the_ranks_twice_is_stopped(rooms: Rooms) 
     ranks.errors["begin_model"] = [lost(), lost()]
     room = rooms.start(ranks, max_restarts=2)
     with pytest.raises(
-        RequestError, match="was stopped: it could not be resumed after a restart: actor.pass_rows"
+        RequestError, match=r"was stopped: it could not be resumed after a restart: actor.pass_rows"
     ):
         answer(room, room.submit(model, 2, "optim_step", step(model)))
     assert begin(room)

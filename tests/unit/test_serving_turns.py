@@ -57,9 +57,9 @@ def test_a_client_that_leaves_while_it_waits_does_not_get_the_ranks(rooms: Rooms
     silent, closed, last = (room.create_model(*creation(room)) for _ in range(3))
     rooms.store.update(ClientSession, silent.partition(":")[0], heartbeat_s=time.time() - 61)
     room.finish(closed.partition(":")[0])
-    with pytest.raises(RequestError, match="did not get the ranks: session .* has ended"):
+    with pytest.raises(RequestError, match=r"did not get the ranks: session .* has ended"):
         answer(room, closed)
-    with pytest.raises(RequestError, match="did not get the ranks: its client sent no heartbeat for 61 s"):
+    with pytest.raises(RequestError, match=r"did not get the ranks: its client sent no heartbeat for 61 s"):
         answer(room, silent)
     room.finish(model.partition(":")[0])
     assert answer(room, last)
