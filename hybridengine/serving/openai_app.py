@@ -93,7 +93,6 @@ async def _draw(room: Room, prompts: Sequence[Prompt], wait_s: float) -> Sequenc
         return [room.store.get(Request, request_id) for request_id in futures]
 
     futures = await run_in_threadpool(submit)
-    _check_running(room)
     _, late = await asyncio.wait({asyncio.wrap_future(each) for each in futures.values()}, timeout=wait_s)
     if late:
         reason = (

@@ -261,8 +261,7 @@ def _add_results(api: APIRouter, room: Room, limit: int, hold_s: float) -> None:
         request_id = parse(types.FutureRetrieveRequest, await read_body(call, limit)).request_id
         try:
             done = await run_in_threadpool(room.results.done, request_id)
-            if room.failure is None:
-                await asyncio.wait({asyncio.wrap_future(done)}, timeout=hold_s)
+            await asyncio.wait({asyncio.wrap_future(done)}, timeout=hold_s)
             request = await run_in_threadpool(room.store.get, Request, request_id)
         except RequestError as error:
             if room.failure is not None:  # nothing is stored any more

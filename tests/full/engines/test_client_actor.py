@@ -118,6 +118,7 @@ def test_rows_are_sampled_with_their_own_settings_between_a_pass_and_its_step(
     assert seen["disturbed"] == seen["undisturbed"]
     scored = seen["scored"]
     for name in ("log_probs", "top_ids", "top_log_probs"):
-        assert torch.equal(scored["actor"][name], scored["reference"][name]), name
-        assert torch.equal(scored["of_drawn"][name], scored["drawn"][name]), name
+        # their micro-batches differ
+        torch.testing.assert_close(scored["actor"][name], scored["reference"][name])
+        torch.testing.assert_close(scored["of_drawn"][name], scored["drawn"][name])
     assert torch.equal(scored["drawn"]["drawn"], other_rank["scored"]["drawn"]["drawn"])
