@@ -90,6 +90,8 @@ def create_openai_app(
 async def _draw(room: Room, prompts: Sequence[Prompt], wait_s: float, call: Call) -> Sequence[SampleResponse]:
     """Return the samples of each prompt, all of the same weights; give up when the client of `call` disconnects."""
 
+    _check_running(room)
+
     def submit() -> dict[str, Future[None]]:
         return {request_id: room.results.done(request_id) for request_id in room.submit_prompts(prompts)}
 
@@ -111,6 +113,7 @@ async def _draw(room: Room, prompts: Sequence[Prompt], wait_s: float, call: Call
         await run_in_threadpool(room.withdraw, list(futures), reason)
         raise HTTPException(504, reason, {"x-should-retry": "false"})  # the client would only queue it again
     gone.cancel()
+    _check_running(room)
     responses = []
     for request in await run_in_threadpool(results):
         if request.result is None:
@@ -124,6 +127,11 @@ async def _disconnected(call: Call) -> None:
     """Return when the client of a call whose body has been read is gone."""
     while (await call.receive())["type"] != "http.disconnect":
         pass
+
+
+def _check_running(room: Room) -> None:
+    if room.failure is not None:
+        raise HTTPException(503, room.trouble)
 
 
 def _refuse(_: Call, error: Exception) -> JSONResponse:

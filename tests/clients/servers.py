@@ -110,10 +110,19 @@ class Server:
 
     def kill(self) -> None:
         """Send SIGKILL to the process, its Ray and all ranks."""
+        if self._process is not None and self._process.is_running():
+            self._family |= {*self._process.children(recursive=True)}
         for process in self._family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(self._family, timeout=END_S)
+
+    def kill_rank(self) -> None:
+        """Send SIGKILL to the process of one rank."""
+        assert self._process is not None, "start first"
+        family = self._process.children(recursive=True)
+        rank = next(each for each in family if "RankProcess" in " ".join(each.cmdline()))
+        rank.kill()
 
     def stop(self) -> int:
         """Ask the process to end, as a user does; return its exit status."""

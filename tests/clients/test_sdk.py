@@ -116,3 +116,16 @@ def test_a_client_goes_on_after_kill_9_of_the_server(
     own_server.start()
     resumed = result_of(finish(client, own_server.log))
     assert_same(saved_weights(server, undisturbed["path"]), saved_weights(own_server, resumed["path"]))
+
+
+def test_a_client_goes_on_after_kill_9_of_a_rank(own_server: Server, server: Server, tmp_path: Path) -> None:
+    """The server starts its ranks again, while its process and its address stay."""
+    undisturbed = result_of(server.client(CALLS, "steps", STEPS, cwd=tmp_path))
+    client = own_server.begin_client(CALLS, "steps", STEPS, cwd=tmp_path)
+    assert client.stdout is not None
+    while client.stdout.readline() != "step 3\n":
+        assert client.poll() is None, own_server.log.read_text()
+    own_server.kill_rank()
+    resumed = result_of(finish(client, own_server.log))
+    assert "the server starts its ranks again (1 of at most 3 times)" in own_server.log.read_text()
+    assert_same(saved_weights(server, undisturbed["path"]), saved_weights(own_server, resumed["path"]))
