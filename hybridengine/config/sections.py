@@ -330,6 +330,8 @@ class ServeSection(Section):
     """Name that clients give as `base_model`; by default, the model's folder."""
     newest_sampler: bool = False
     """Let samplers of a model that has stepped since sample from its newest weights, instead of refusing them."""
+    calls_file: PathText | None = None
+    """File for a JSON line about each call on the ranks, with its begin and end, for measurements; none if empty."""
 
     @field_validator("api_key")
     @classmethod

@@ -15,10 +15,12 @@ from hybridengine.checkpoints.hf_files import check_weights
 from hybridengine.checkpoints.run_lock import run_lock
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import ServeSection
+from hybridengine.controller.calls import call_log
 from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.errors import ConfigError, raise_all
 from hybridengine.files import writing
 from hybridengine.models.checkpoint_files import copy_companions
+from hybridengine.serving.call_file import CallFile
 from hybridengine.serving.engine_ranks import EngineRanks
 from hybridengine.serving.ranks import ModelFacts
 from hybridengine.serving.room import Limits, Room
@@ -60,6 +62,7 @@ def serve(config: RunConfig) -> None:
             say(line)
         say(f"starting {config.num_ranks} ranks: Megatron-core and vLLM in each process")
         pools = ends.enter_context(RunPools(config))
+        call_log().observer = CallFile(section.calls_file)
         pools.start()
         actor = pools.start_actor(worker=CLIENT_WORKER, folder=config.model_folder, stop_token_ids=end_tokens)
         facts = ModelFacts(
