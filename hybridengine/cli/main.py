@@ -24,6 +24,7 @@ from hybridengine.cli import (
     reshard_bench,
     reshard_plan,
     serve,
+    serve_bench,
     simulate,
     step_bench,
     train,
@@ -36,7 +37,7 @@ TERMINATED = 128 + signal.SIGTERM
 """Exit status of a command that SIGTERM has ended."""
 GROUPS = {
     "reshard": "plan or measure the switch between training and generation",
-    "bench": "measure a whole step beside TRL, and what handing rows over costs",
+    "bench": "measure a whole step beside TRL, what handing rows over costs, and what the Tinker server adds",
 }
 COMMANDS = {
     "train": (train, "train a model as a configuration file says"),
@@ -50,6 +51,7 @@ COMMANDS = {
     "reshard plan": (reshard_plan, "plan the switch for a cluster: bytes, memory, seconds; starts nothing"),
     "reshard bench": (reshard_bench, "measure the switch on real ranks, beside the methods that others use"),
     "bench dispatch": (dispatch_bench, "hand a batch to another worker group, also through the controller"),
+    "bench serve": (serve_bench, "the Tinker server's own time per request, and its switches"),
     "bench step": (step_bench, "a step of GRPO, and one of TRL's in turn"),
 }
 

@@ -334,6 +334,8 @@ class ServeSection(Section):
     """Hold the base model on the ranks as the role reference too, which answers its log-probs; see section reference."""
     wait_s: Seconds = 600.0
     """Longest wait of a client's new model for the ranks while the model of another client holds them."""
+    calls_file: PathText | None = None
+    """File for a JSON line about each call on the ranks, with its begin and end, for measurements; none if empty."""
 
     @field_validator("api_key")
     @classmethod

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NoReturn
@@ -58,6 +58,8 @@ class CallLog:
         """Bytes of rows transferred through the controller: sent, fetched, or inside results and arguments."""
         self.records: list[CallRecord] = []
         """Records of calls that succeeded since the last `take_records`, in the order in which they ended."""
+        self.observer: Callable[[CallRecord], None] | None = None
+        """Gets each record in place of `records`, which nobody takes from a process that runs without steps."""
         self.unfinished: list[Future] = []
         """Calls in order of submission, without those known to have succeeded and those that all ranks have ended and
         whose failure was raised."""
@@ -155,7 +157,7 @@ class Future:
         self.inputs.clear()
         if self in log.unfinished:
             log.unfinished.remove(self)
-            log.records.append(self._record())
+            (log.observer or log.records.append)(self._record())
         return True
 
     def _record(self) -> CallRecord:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from hybridengine.serving.turns import Limits, Turns
 logger = logging.getLogger(__name__)
 
 UPKEEP_S = 60.0
+QUIET_GAPS = 4
+"""Sampling requests that arrive together are complete after this many times the longest pause between two of them."""
 
 
 class Room:
@@ -74,6 +77,9 @@ class Room:
         self._closing = False
         self._turns = Turns(store, self.results, self._limits)
         self._samples: list[str] = []
+        self._arriving = (
+            0  # sampling requests that are being received; the connections' thread alone changes it
+        )
         self._upkeep_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="room", daemon=True)
 
@@ -197,6 +203,15 @@ class Room:
             self._changed.notify_all()
         return request.id
 
+    @contextlib.contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Let the sampling requests that are there wait for another one, which the body of the context submits."""
+        self._arriving += 1
+        try:
+            yield
+        finally:
+            self._arriving -= 1
+
     def submit_prompts(self, prompts: Sequence[Prompt]) -> Sequence[str]:
         """Accept prompts for the weights that the ranks hold, of no session, and return the ids of their requests.
 
@@ -274,10 +289,13 @@ class Room:
 
     def _collect(self) -> list[str]:
         """Return all sampling requests, after a wait for those that arrive at the same time."""
-        end_s = time.monotonic() + self._limits.collect_s
-        while self._samples and not self._closing and time.monotonic() < end_s:
+        end_s, quiet_s = time.monotonic() + self._limits.collect_s, self._limits.quiet_s
+        while self._samples and not self._closing and (now_s := time.monotonic()) < end_s:
             number = len(self._samples)
-            if not self._changed.wait_for(lambda n=number: len(self._samples) > n, self._limits.quiet_s):
+            if self._changed.wait_for(lambda n=number: len(self._samples) > n, min(quiet_s, end_s - now_s)):
+                # a busy machine sends them with pauses
+                quiet_s = max(quiet_s, QUIET_GAPS * (time.monotonic() - now_s))
+            elif not self._arriving:
                 break
         if self._closing:
             return []

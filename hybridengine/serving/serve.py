@@ -16,10 +16,12 @@ from hybridengine.checkpoints.hf_files import check_weights
 from hybridengine.checkpoints.run_lock import run_lock
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import ServeSection
+from hybridengine.controller.calls import call_log
 from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.errors import ConfigError, raise_all
 from hybridengine.files import writing
 from hybridengine.models.checkpoint_files import copy_companions
+from hybridengine.serving.call_file import CallFile
 from hybridengine.serving.engine_ranks import EngineRanks
 from hybridengine.serving.lease import leased
 from hybridengine.serving.rank_groups import RankGroups
@@ -58,6 +60,7 @@ def serve(config: RunConfig) -> None:
         keep_config(config)
         # Before the ranks start, which takes minutes; calls are refused until the server listens.
         bound = ends.enter_context(_bound(section.host, section.port))
+        call_log().observer = CallFile(section.calls_file)
         groups = ends.enter_context(contextlib.closing(RankGroups(config, end_tokens)))
         facts = ModelFacts(
             name=section.model_name or str(config.model_folder),

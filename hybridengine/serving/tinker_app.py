@@ -241,16 +241,16 @@ def _add_sampling(api: APIRouter, room: Room, limit: int) -> None:
 
     @api.post("/asample")
     async def asample(call: Call) -> dict[str, Any]:
-        body = await read_body(call, limit)
-        message = parse(types.SampleRequest, body)
-        if message.sampling_session_id is None:
-            raise RequestError("asample has no sampling_session_id; create a sampling session first")
-        decode_prompt(
-            message, room.ranks.facts, ""
-        )  # refuses at once, since no other request waits for this one
-        request_id = await run_in_threadpool(
-            room.submit, message.sampling_session_id, message.seq_id, "sample", body
-        )
+        with room.arriving():
+            body = await read_body(call, limit)
+            message = parse(types.SampleRequest, body)
+            if message.sampling_session_id is None:
+                raise RequestError("asample has no sampling_session_id; create a sampling session first")
+            # refuses at once, since no other request waits for this one
+            decode_prompt(message, room.ranks.facts, "")
+            request_id = await run_in_threadpool(
+                room.submit, message.sampling_session_id, message.seq_id, "sample", body
+            )
         names = [f"{request_id}:{number}" for number in range(message.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": names}
 

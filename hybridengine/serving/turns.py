@@ -33,7 +33,7 @@ class Limits:
     turn_s: float = 600.0
     """Longest wait of a model for the ranks."""
     quiet_s: float = 0.02
-    """Time without a new sampling request after which those that are there are carried out together."""
+    """Time without a new sampling request after which those that are there are carried out together, at least."""
     collect_s: float = 1.0
     """Longest wait for more sampling requests."""
     keep_results_s: float = 3600.0

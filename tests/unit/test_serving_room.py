@@ -214,6 +214,32 @@ def test_a_prompt_that_the_ranks_refuse_fails_alone(rooms: Rooms) -> None:
     assert ranks.calls == ["begin_model", "sample 2 live", "sample 1 live", "sample 1 live"]
 
 
+def test_samples_that_arrive_with_pauses_are_drawn_together(rooms: Rooms) -> None:
+    """The third comes after more than `quiet_s`, but less than four times the pause before the second."""
+    ranks = TableRanks()
+    room = rooms.start(ranks, quiet_s=0.5, collect_s=60)
+    sampling = sampler(room, begin(room), 1)
+    requests = []
+    for number, pause_s in enumerate((0.25, 0.75, 0)):
+        requests.append(room.submit(sampling, number, "sample", prompt()))
+        time.sleep(pause_s)
+    assert answer(room, requests[0]) == answer(room, requests[1]) == answer(room, requests[2])
+    assert ranks.calls == ["begin_model", "sample 3 live"]
+
+
+def test_samples_wait_for_one_that_is_being_received(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks, collect_s=60)
+    sampling = sampler(room, begin(room), 1)
+    with room.arriving():
+        first = room.submit(sampling, 0, "sample", prompt())
+        time.sleep(0.5)  # fifty times quiet_s
+        assert ranks.calls == ["begin_model"]
+        second = room.submit(sampling, 1, "sample", prompt())
+    assert answer(room, first) == answer(room, second)
+    assert ranks.calls == ["begin_model", "sample 2 live"]
+
+
 def test_prompts_without_a_session_join_the_samplers(rooms: Rooms) -> None:
     ranks = TableRanks()
     room = rooms.start(ranks, quiet_s=0.5)
