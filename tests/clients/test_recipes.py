@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hybridengine.serving.room import Limits
 from tests.clients.servers import CLIENT_PYTHON, Server
 from tests.clients.warm_model import NAME
 
@@ -42,13 +39,6 @@ def metrics_of(
         cwd=folder,
     )
     return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture
-def left_open() -> Iterator[None]:
-    """Wait after a recipe that leaves its session open: the server gives the ranks to another once heartbeats stop."""
-    yield
-    time.sleep(Limits().heartbeat_s + 1)
 
 
 def rewards_of(metrics: list[dict[str, Any]]) -> list[float]:
@@ -104,15 +94,14 @@ def assert_falling(losses: list[float], num_steps: int) -> None:
     assert sum(losses[-third:]) < 0.9 * sum(losses[:third]), losses
 
 
-@pytest.mark.usefixtures("left_open")
 def test_the_loss_of_sl_loop_falls(server: Server, client_folder: Path, tmp_path: Path) -> None:
+    """It leaves its session open, as rl_loop does: the next client's model waits until the heartbeats are old."""
     metrics = metrics_of(
         server, client_folder, tmp_path, "sl_loop", batch_size=8, learning_rate=1e-3, max_steps=6
     )
     assert_falling([line["train_mean_nll"] for line in metrics if "train_mean_nll" in line], 6)
 
 
-@pytest.mark.usefixtures("left_open")
 def test_the_reward_of_rl_loop_rises(server: Server, client_folder: Path, tmp_path: Path) -> None:
     metrics = metrics_of(
         server,
