@@ -298,8 +298,8 @@ def _check_supported(data: TensorDict) -> None:
         raise DataError("images and videos are not supported by this engine; take a text dataset")
 
 
-def _jagged(values_BT: Tensor, like: Tensor) -> Tensor:
-    """Return [B, (T)] with the row lengths of `like`."""
+def _jagged(values_BT: Tensor, like: Any) -> Tensor:
+    """Return [B, (T)] with the row lengths of the jagged tensor `like`."""
     lengths_B = like.offsets().diff()
     mask_BT = torch.arange(values_BT.size(1), device=values_BT.device) < lengths_B.unsqueeze(1)
     return torch.nested.nested_tensor_from_jagged(values_BT[mask_BT], offsets=like.offsets())
