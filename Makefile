@@ -31,12 +31,14 @@ endif
 TOOLS := .venv-tools
 CLIENTS := .venv-clients
 CLIENTS_LOCK := requirements/clients.txt
+VERL := .venv-verl
 
 # A stamp carries a digest of what was installed: other contents mean another stamp, hence another installation.
 DIGEST_OF = $(firstword $(shell cat $(1) 2>/dev/null | sha256sum | cut -c1-16))
 LOCK_STAMP := $(VENV)/.installed-lock-$(call DIGEST_OF,$(LOCK))
 PROJECT_STAMP := $(VENV)/.installed-project-$(call DIGEST_OF,pyproject.toml $(LOCK))
 CLIENTS_STAMP := $(CLIENTS)/.installed-lock-$(call DIGEST_OF,$(CLIENTS_LOCK))
+VERL_STAMP := $(VERL)/.installed-$(call DIGEST_OF,requirements/cpu.lock.txt requirements/verl.txt pyproject.toml)
 
 # ---- What to type -------------------------------------------------------------------------------------------------
 
@@ -53,15 +55,19 @@ train: install ## the main job: PPO on arithmetic (CONFIG=configs/NAME.yaml for 
 .PHONY: test
 test: install $(if $(strip $(ARGS)),$(if $(findstring tests/unit,$(ARGS)),browser),browser) ## all tests (ARGS="tests/unit -x" for some of them)
 ifeq ($(strip $(ARGS)),)
-	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --no-loadscope-reorder --ignore tests/gpu --ignore tests/clients tests
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --no-loadscope-reorder --ignore tests/gpu --ignore tests/clients --ignore tests/verl tests
 else
 	$(VENV)/bin/python -m pytest $(ARGS)
 endif
 
 # They take minutes, and have an environment of their own for the clients, which know nothing of this project.
 .PHONY: test-clients
-test-clients: install $(CLIENTS_STAMP) ## scripts of Tinker's SDK and cookbook, as published, against `hybridengine serve`
+test-clients: install $(CLIENTS_STAMP) ## published clients (Tinker, OpenAI, verifiers) against `hybridengine serve`
 	$(VENV)/bin/python -m pytest $(if $(strip $(ARGS)),$(ARGS),tests/clients)
+
+.PHONY: test-verl
+test-verl: $(VERL_STAMP) ## verl's own trainer on this engine, in an environment with verl
+	$(VERL)/bin/python -m pytest $(if $(strip $(ARGS)),$(ARGS),tests/verl)
 
 .PHONY: browser
 browser: install
@@ -131,6 +137,12 @@ $(CLIENTS_STAMP): | $(LOCK_STAMP)
 	@echo "Installing $(CLIENTS_LOCK) into $(CLIENTS): some minutes, once"
 	@$(PYTHON) -m venv --clear --without-pip $(CLIENTS)
 	@$(VENV)/bin/python -m pip --python $(CLIENTS)/bin/python install --quiet --no-deps --progress-bar off -r $(CLIENTS_LOCK)
+	@touch $@
+
+$(VERL_STAMP): | check-python
+	@echo "Installing verl and this project into $(VERL): some minutes, once"
+	@scripts/install_verl.sh $(VERL) $(PYTHON)
+	@rm -f $(VERL)/.installed-*
 	@touch $@
 
 $(TOOLS)/bin/uv: | check-python

@@ -88,6 +88,18 @@ class WorkerTimeoutError(WorkerError):
     """A group call timed out; the message names the operation and the ranks that have not answered."""
 
 
+class RanksLostError(WorkerError):
+    """The ranks of a server can no longer be used, but new ones may: a rank has died, or a call has timed out."""
+
+    def __init__(self, message: str, signature: str = "") -> None:
+        super().__init__(message, signature)
+        self.signature = signature
+        """Common part of repeated failures, without numbers such as process ids."""
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
 class RequestError(HybridEngineError):
     """A request to the server is invalid or comes at a wrong time: the client has to change it, not send it again."""
 

@@ -15,12 +15,11 @@ from torch import Tensor
 from hybridengine.algorithms.losses.client import client_loss
 from hybridengine.algorithms.losses.client_inputs import LOSS_COLUMNS, check_client_loss
 from hybridengine.backends.engine import SamplingSettings
-from hybridengine.backends.megatron.outputs import vocab_parallel_log_probs, vocab_parallel_top
+from hybridengine.backends.megatron.outputs import vocab_parallel_log_probs
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.backends.policy import MicroBatch
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import OptimizerSection
-from hybridengine.errors import DataError
 from hybridengine.rows.batch import columns_of
 from hybridengine.rows.micro_batches import CLIENT_COLUMNS, cut_whole_rows, gather_rows
 from hybridengine.rows.protocols import (
@@ -32,6 +31,7 @@ from hybridengine.rows.protocols import (
     register,
 )
 from workers.actor import ActorWorker
+from workers.scoring import check_tokens, score_rows
 
 
 class ClientActor(ActorWorker):
@@ -90,7 +90,7 @@ class ClientActor(ActorWorker):
         """
         needed = [name for name in columns_of(batch) if name in LOSS_COLUMNS]
         settings = check_client_loss(loss, needed, settings)
-        self._check_tokens(batch)
+        check_tokens(batch, self.shape.vocab_size)
 
         def output(logits: Tensor, columns: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
             log_probs, _ = vocab_parallel_log_probs(
@@ -126,34 +126,7 @@ class ClientActor(ActorWorker):
         The latter are `top_ids` (int64) and `top_log_probs`, [B, T, num_top], likeliest first. Everything else is as in
         `pass_rows`.
         """
-        self._check_tokens(batch)
-
-        def output(logits: Tensor, columns: MicroBatch) -> dict[str, Tensor]:
-            group, vocab_size = self.model.groups.tp, self.shape.vocab_size
-            log_probs, _ = vocab_parallel_log_probs(logits, columns["targets"], vocab_size, group)
-            ids, top = vocab_parallel_top(logits, num_top, vocab_size, group)
-            return {"log_probs": log_probs, "top_ids": ids, "top_log_probs": top}
-
-        micro = cut_whole_rows(batch, self.max_tokens, ["tokens", "targets"])
-        found = self.trainer.forward([part.columns for part in micro], output)
-        if not self.model.is_last_stage:
-            return None
-        size = len(batch), batch["tokens"].size(1)
-        gathered = {
-            name: gather_rows([(part, one[name]) for part, one in zip(micro, found, strict=True)], *size)
-            for name in found[0]
-        }
-        gathered["top_ids"] = gathered["top_ids"].long()  # ids below 2^24 are exact in float32
-        return TensorDict(gathered, batch_size=[len(batch)])  # type: ignore[arg-type]
-
-    def _check_tokens(self, batch: TensorDictBase) -> None:
-        for name in ("tokens", "targets"):
-            low, high = (int(bound) for bound in batch[name].aminmax())
-            if low < 0 or high >= self.shape.vocab_size:
-                raise DataError(
-                    f"column {name!r} has the token {low if low < 0 else high}, and the model knows tokens from 0 to"
-                    f" {self.shape.vocab_size - 1}; take tokens of the model's own tokenizer"
-                )
+        return score_rows(self, batch, num_top)
 
     @register(ONE_TO_ALL)
     def step_with(self, settings: OptimizerSection) -> dict[str, float]:

@@ -7,9 +7,10 @@ from pathlib import Path
 from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.config import RunConfig
-from hybridengine.rows.micro_batches import SEQUENCE_COLUMNS
+from hybridengine.rows.micro_batches import CLIENT_COLUMNS, SEQUENCE_COLUMNS
 from hybridengine.rows.protocols import PROTO_3D, RankContext, register
 from workers.model_worker import ModelWorker
+from workers.scoring import score_rows
 
 
 class ReferenceWorker(ModelWorker):
@@ -24,3 +25,8 @@ class ReferenceWorker(ModelWorker):
         return self.forward_rows(
             rollout, lambda logits, columns: {"ref_log_probs": self.log_probs_of(logits, columns)[0]}
         )
+
+    @register(PROTO_3D, CLIENT_COLUMNS, optional=["draws"], returns_rows=True)
+    def score(self, batch: TensorDictBase, num_top: int) -> TensorDict | None:
+        """Return log-probs, most likely tokens and drawn ones of a server's rows (`score_rows`)."""
+        return score_rows(self, batch, num_top)

@@ -107,6 +107,22 @@ class Algorithm(Section):
         yield from ()
 
 
+class ServedAlgorithm(Algorithm):
+    """What a server has in place of an algorithm: its clients train the actor with losses and steps of their own."""
+
+    roles = ("actor",)
+
+    def step(self, roles: Any, sampling: Any, state: dict[str, float]) -> dict[str, float]:
+        """Raise ConfigError: the clients of a server decide what it does."""
+        raise ConfigError(f"algorithm.name={self.name} is for hybridengine serve; choose one for a run")
+
+
+class ServedWithReference(ServedAlgorithm):
+    """The same with `serve.reference`."""
+
+    roles = ("actor", "reference")
+
+
 def algorithm_class(name: str) -> type[Algorithm]:
     """Return the class with an algorithm's name or import path; raise ValueError if there is no such algorithm."""
     if name not in ALGORITHMS and not re.fullmatch(IMPORT_PATH, name, re.ASCII):

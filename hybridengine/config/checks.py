@@ -14,7 +14,7 @@ from hybridengine.config.sections import MAIN_POOL
 from hybridengine.models.presets import find_preset
 from hybridengine.topology.sizes import TrainSizes
 
-SERVED = ("model", "cluster.", "actor.", "rollout.", "timeouts.", "serve.")
+SERVED = ("model", "cluster.", "actor.", "reference.", "rollout.", "timeouts.", "faults.", "serve.")
 """Beginnings of the keys that a server reads."""
 PLACEMENT_KEYS = ("cluster.ranks_per_node", "cluster.pools", "rollout.kv_cache_bytes")
 
@@ -40,6 +40,7 @@ def find_conflicts(
     found += model_conflicts(config, dry_run)
     if serves:
         found = [one for one in found if all(key.startswith(SERVED) for key in one.keys)]
+        found += _served_pools(config)
     return [one for one in found if placed or not any(map(_is_placement, one.keys))]
 
 
@@ -216,6 +217,18 @@ def _pools(config: RunConfig) -> Iterator[Conflict]:
                     (key, f"cluster.pools.{taken[role]}.roles"),
                 )
             taken.setdefault(role, name)
+
+
+def _served_pools(config: RunConfig) -> Iterator[Conflict]:
+    """Yield pools of roles that a server does not have."""
+    for name, pool in config.cluster.pools.items():
+        unused = [role for role in pool.roles if role not in config.algorithm.roles]
+        if unused:
+            yield Conflict(
+                f"cluster.pools.{name}.roles names {', '.join(unused)}, and this server has"
+                f" {', '.join(config.algorithm.roles)}; leave the others out (serve.reference=true adds reference)",
+                (f"cluster.pools.{name}.roles", "serve.reference"),
+            )
 
 
 def _sizes(config: RunConfig, role: Role, sizes: TrainSizes, key: str) -> Iterator[Conflict]:

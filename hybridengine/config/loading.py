@@ -20,7 +20,13 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from hybridengine.config.algorithm import DEFAULT, Algorithm, algorithm_class
+from hybridengine.config.algorithm import (
+    DEFAULT,
+    Algorithm,
+    ServedAlgorithm,
+    ServedWithReference,
+    algorithm_class,
+)
 from hybridengine.config.checks import find_conflicts
 from hybridengine.config.run_config import RunConfig
 from hybridengine.errors import ConfigError, UnreadableError, raise_all, shown
@@ -49,7 +55,7 @@ def load_config(
         dry_run: accept that the checkpoint and the data are not on this machine, provided `model.hf_config` gives
             the shapes.
         placed: include rules about ranks, pools and sizes.
-        serves: accept a configuration without what only a run needs, such as data.
+        serves: return the configuration of a server: with its roles alone, and without what only a run needs.
 
     Raises:
         ConfigError: lists every problem.
@@ -80,6 +86,9 @@ def load_config(
         raise ConfigError(f"{error.object[-60:]!a} is not UTF-8 text; write other characters") from None
     config, found = _validate(values)
     problems += found
+    if config is not None and serves:
+        served = ServedWithReference() if config.serve.reference else ServedAlgorithm()
+        config = config.model_copy(update={"algorithm": served})
     in_question = {key for key, _ in problems}
     conflicts = (
         [] if config is None else find_conflicts(config, dry_run=dry_run, placed=placed, serves=serves)

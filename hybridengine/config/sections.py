@@ -330,6 +330,10 @@ class ServeSection(Section):
     """Name that clients give as `base_model`; by default, the model's folder."""
     newest_sampler: bool = False
     """Let samplers of a model that has stepped since sample from its newest weights, instead of refusing them."""
+    reference: bool = False
+    """Hold the base model on the ranks as the role reference too, which answers its log-probs; see section reference."""
+    wait_s: Seconds = 600.0
+    """Longest wait of a client's new model for the ranks while the model of another client holds them."""
 
     @field_validator("api_key")
     @classmethod

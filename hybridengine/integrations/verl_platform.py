@@ -1,7 +1,7 @@
-"""What every process that imports verl loads, by the entry point `verl.plugins`: a CPU platform, and the engine on ranks.
+"""What every process that imports verl loads (entry point `verl.plugins`): a CPU platform and, on ranks, the engine.
 
-verl chooses a platform when it is imported, and an engine for a value model before it imports `model.external_lib`. Loading
-this module is cheap where neither is needed.
+verl chooses a platform when it is imported, and an engine for a value model before it imports `model.external_lib`.
+Loading this module is cheap where neither is needed.
 
     VERL_ENGINE_VENDOR=hybridengine    this project's engines in place of verl's own
     VERL_PLATFORM=cpu                  ranks without GPUs; verl 0.9 has no such platform of its own

@@ -6,13 +6,16 @@ Shapes: B rows, T positions, P prompt tokens, K targets of a position, k most li
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from ray.exceptions import RayError
 from tensordict import TensorDict
 from tinker.types import AdamParams
 
@@ -20,12 +23,14 @@ from hybridengine.backends.engine import SamplingSettings
 from hybridengine.checkpoints.digests import check_files
 from hybridengine.checkpoints.folders import FileList, read_kept
 from hybridengine.checkpoints.making import ROLE_FILES
-from hybridengine.config import RunConfig
 from hybridengine.config.sections import OptimizerSection
+from hybridengine.controller.calls import Future
+from hybridengine.controller.failures import failure_signature, is_passing
 from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.errors import CheckpointError, DataError, RequestError
+from hybridengine.errors import CheckpointError, DataError, RanksLostError, RequestError, WorkerError
 from hybridengine.rows.micro_batches import with_empty_rows
 from hybridengine.rows.protocols import ROW_NUMBERS
+from hybridengine.serving.rank_groups import RankGroups
 from hybridengine.serving.ranks import (
     LossRow,
     ModelFacts,
@@ -36,33 +41,57 @@ from hybridengine.serving.ranks import (
     TopLogProbs,
     Weights,
 )
+from hybridengine.serving.scored_prompts import completed, is_scored
 from hybridengine.serving.tinker_wire import TARGETS
 
 POLL_S = 0.05
-NO_LOG_PROB = -99999.0
-"""Log-prob of a position without any, as the SDK reads it."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _tells_of_loss(method: Callable[P, T]) -> Callable[P, T]:
+    """Return a method that raises RanksLostError in place of errors that may pass once the ranks are started again."""
+
+    @functools.wraps(method)
+    def telling(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except (WorkerError, RayError) as error:
+            if not is_passing(error):
+                raise
+            raise RanksLostError(str(error), failure_signature(error)) from error
+
+    return telling
 
 
 class EngineRanks:
-    """An actor of `workers.client_actor.ClientActor` ranks (`Ranks`).
+    """Ranks whose actor's worker is `workers.client_actor.ClientActor` (`Ranks`)."""
 
-    Args:
-        end_tokens: tokens that end a response unless a prompt says otherwise.
-    """
-
-    def __init__(
-        self, config: RunConfig, actor: WorkerGroup, facts: ModelFacts, end_tokens: tuple[int, ...]
-    ) -> None:
-        self._config, self._actor, self._end_tokens = config, actor, end_tokens
+    def __init__(self, groups: RankGroups, facts: ModelFacts) -> None:
+        self._groups, self._config = groups, groups.config
         self.facts = facts
-        self._num_replicas = config.actor.parallel.dp_size
+        self._num_replicas = self._config.actor.parallel.dp_size
         self._holds_base = True  # the actor holds the base model's weights
 
+    @property
+    def _actor(self) -> WorkerGroup:
+        return self._groups.actor
+
+    @_tells_of_loss
+    def restart(self) -> None:
+        """End the ranks, whatever they do, and start new ones with the base model's weights."""
+        self._groups.start()
+        self._holds_base = True
+
+    @_tells_of_loss
     def begin_model(self) -> None:
         """Restore the base model's weights, drop all gradients and start a fresh optimizer."""
         self._actor.begin_model().wait()
         self._holds_base = True
 
+    @_tells_of_loss
     def forward_backward(
         self, rows: Sequence[LossRow], loss: str, settings: Mapping[str, float], backward: bool
     ) -> Passed:
@@ -76,7 +105,9 @@ class EngineRanks:
             for row, columns in zip(rows, wide, strict=True)
             for place in range(columns[TARGETS].shape[1])
         ]
-        passed = self._actor.pass_rows(self._batch(single), loss, dict(settings), backward).get()
+        passed = self._actor.pass_rows(
+            self._batch(single, self._num_replicas), loss, dict(settings), backward
+        ).get()
         found = iter(passed["log_probs"].numpy())
         outputs = []
         for row, columns in zip(rows, wide, strict=True):
@@ -85,6 +116,7 @@ class EngineRanks:
         metrics = {name: float(passed[name].sum()) for name in passed.keys() if name != "log_probs"}  # noqa: SIM118
         return Passed(outputs, metrics)
 
+    @_tells_of_loss
     def optim_step(self, adam: AdamParams) -> Mapping[str, float]:
         """Apply the summed gradients, drop them, and return metrics of the step."""
         settings = OptimizerSection.model_construct(
@@ -98,6 +130,7 @@ class EngineRanks:
         step = self._actor.step_with(settings).get()[0]
         return {"grad_norm:mean": step["grad_norm"], "skipped:sum": step["skipped"]}
 
+    @_tells_of_loss
     def save(self, folder: Path) -> None:
         """Write weights and optimizer to `folder`, which does not exist."""
         folder.mkdir(parents=True)
@@ -112,11 +145,13 @@ class EngineRanks:
                 if isinstance(one, CheckpointError):
                     raise one
 
+    @_tells_of_loss
     def save_sampler(self, folder: Path) -> None:
         """Write the weights to `folder` as a Hugging Face checkpoint."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._actor.export_model(str(folder), str(self._config.companions_folder)).wait()
 
+    @_tells_of_loss
     def load(self, folder: Path, optimizer: bool) -> None:
         """Load what `save` has written, with a fresh optimizer unless `optimizer`, and drop all gradients."""
         check_files(folder, read_kept(folder / ROLE_FILES, FileList).files)
@@ -126,19 +161,64 @@ class EngineRanks:
         if not optimizer:
             self._actor.start_training().wait()
 
+    @_tells_of_loss
     def sample(self, prompts: Sequence[Prompt], weights: Weights) -> Sequence[Sampled]:
         """Return the continuations of each prompt; gradients that wait for their optimizer step survive."""
+        scored = [
+            weights == "base" and self._groups.reference is not None and is_scored(each) for each in prompts
+        ]
+        if any(scored):
+            of_reference = iter(
+                self._referred([each for each, one in zip(prompts, scored, strict=True) if one])
+            )
+            others = [each for each, one in zip(prompts, scored, strict=True) if not one]
+            drawn = iter(self._sampled(others, weights) if others else ())
+            return [next(of_reference if one else drawn) for one in scored]
+        return self._sampled(prompts, weights)
+
+    # ---- sampling ----
+
+    def _sampled(self, prompts: Sequence[Prompt], weights: Weights) -> Sequence[Sampled]:
+        """Return samples of the actor, which holds `weights` for them."""
         settings = [self._settings(prompt) for prompt in prompts]
         with self._weights(weights):
-            drawn = self._draw(prompts, settings)
+            drawn = self._with_tops(prompts, self._draw(prompts, settings))
             asked = [prompt for prompt in prompts if prompt.log_probs_from is not None]
             scored = iter(self._scored_prompts(asked))
             return [
-                self._completed(prompt, samples, None if prompt.log_probs_from is None else next(scored))
+                completed(prompt, samples, None if prompt.log_probs_from is None else next(scored))
                 for prompt, samples in zip(prompts, drawn, strict=True)
             ]
 
-    # ---- sampling ----
+    def _referred(self, prompts: Sequence[Prompt]) -> Sequence[Sampled]:
+        """Return log-probs of prompts and one token after each, all from one forward pass of the reference."""
+        assert self._groups.reference is not None, "only called with a reference"
+        tokens = [np.asarray(prompt.tokens, np.int64) for prompt in prompts]
+        rows = [
+            {
+                "tokens": one,
+                TARGETS: np.append(one[1:], 0),
+                "draws": np.append(np.zeros(len(one) - 1, np.int64), 1 + prompt.seed % 2**31),
+            }
+            for one, prompt in zip(tokens, prompts, strict=True)
+        ]
+        num_top = max(prompt.top_prompt_log_probs for prompt in prompts)
+        batch = self._batch(rows, self._config.grid("reference").sizes.dp_size)
+        found = self._groups.reference.score(batch, min(num_top, self.facts.vocabulary_size)).get()
+        sampled = []
+        for prompt, row in zip(prompts, found, strict=False):
+            last = len(prompt.tokens) - 1
+            own = slice(last, last + 1)
+            token = row["drawn"][own].numpy()
+            ended = prompt.stop_at_end and int(token[0]) in self._groups.end_tokens
+            sample = Sample(token, row["log_probs"][own].numpy(), "stop" if ended else "length")
+            top = (
+                row[name][:last, : prompt.top_prompt_log_probs].numpy()
+                for name in ("top_ids", "top_log_probs")
+            )
+            scored = row["log_probs"][:last].numpy(), TopLogProbs(*top)
+            sampled.append(completed(prompt, [sample], scored))
+        return sampled
 
     @contextlib.contextmanager
     def _weights(self, weights: Weights) -> Iterator[None]:
@@ -147,11 +227,20 @@ class EngineRanks:
             yield
             return
         folder = self._config.model_folder if weights == "base" else weights
-        try:
+        with self._afterwards(lambda: self._actor.return_weights()):
             self._actor.borrow_weights(str(folder)).wait()
             yield
-        finally:
-            self._actor.return_weights().wait()
+
+    @contextlib.contextmanager
+    def _afterwards(self, call: Callable[[], Future]) -> Iterator[None]:
+        """Carry a call out after the body, also if this fails, but not on ranks that are lost: they may not answer."""
+        try:
+            yield
+        except Exception as error:
+            if not is_passing(error):
+                call().wait()
+            raise
+        call().wait()
 
     def _settings(self, prompt: Prompt) -> SamplingSettings:
         try:
@@ -161,7 +250,9 @@ class EngineRanks:
                 top_p=float(prompt.top_p),
                 top_k=max(0, prompt.top_k),
                 stop_token_ids=tuple(
-                    dict.fromkeys((*prompt.stop_ids, *(self._end_tokens if prompt.stop_at_end else ())))
+                    dict.fromkeys(
+                        (*prompt.stop_ids, *(self._groups.end_tokens if prompt.stop_at_end else ()))
+                    )
                 ),
                 stop_strings=prompt.stop_texts,
             )
@@ -194,10 +285,8 @@ class EngineRanks:
             batch_size=[len(rows)],
         )
         self._actor.switch_to_generate().wait()
-        try:
+        with self._afterwards(lambda: self._actor.switch_to_train()):
             answers = self._actor.sample(batch, [one for _, _, one in rows]).get()
-        finally:
-            self._actor.switch_to_train().wait()
         samples = []
         for (tokens, _, _), row in zip(rows, answers, strict=True):
             length = int(row["response_lengths"])
@@ -223,41 +312,40 @@ class EngineRanks:
             for prompt, own, top in zip(prompts, log_probs, tops, strict=True)
         ]
 
-    def _completed(
-        self, prompt: Prompt, samples: Sequence[Sample], scored: tuple[np.ndarray, TopLogProbs] | None
-    ) -> Sampled:
-        """Return the samples of a prompt with the log-probs that are wanted beside those of the drawn tokens."""
-        if prompt.top_log_probs:
-            wholes = [(*prompt.tokens, *sample.tokens.tolist()) for sample in samples]
-            _, tops = self._scored(wholes, prompt.top_log_probs)
-            first = len(prompt.tokens) - 1
-            samples = [
-                sample._replace(top=TopLogProbs(*(values[first:] for values in top)))
-                for sample, top in zip(samples, tops, strict=True)
+    def _with_tops(
+        self, prompts: Sequence[Prompt], drawn: Sequence[Sequence[Sample]]
+    ) -> Sequence[Sequence[Sample]]:
+        """Return the samples with the most likely tokens at their positions, where wanted, from one call of the ranks."""
+        wholes = [
+            (*prompt.tokens, *sample.tokens.tolist())
+            for prompt, samples in zip(prompts, drawn, strict=True)
+            for sample in samples
+            if prompt.top_log_probs
+        ]
+        if not wholes:
+            return drawn
+        tops = iter(self._scored(wholes, max(prompt.top_log_probs for prompt in prompts))[1])
+        return [
+            [
+                sample._replace(
+                    top=TopLogProbs(
+                        *(values[len(prompt.tokens) - 1 :, : prompt.top_log_probs] for values in next(tops))
+                    )
+                )
+                for sample in samples
             ]
-        if prompt.log_probs_from is None or scored is None:
-            return Sampled(samples)
-        log_probs, top = scored
-        before = max(1, prompt.log_probs_from)
-        whole = np.concatenate([np.full(before, np.nan, np.float32), log_probs[before - 1 :]])
-        if not prompt.top_prompt_log_probs:
-            return Sampled(samples, whole)
-        padding = np.zeros((before, top.ids_Tk.shape[1]))
-        return Sampled(
-            samples,
-            whole,
-            TopLogProbs(
-                np.concatenate([padding, top.ids_Tk[before - 1 :]]),
-                np.concatenate([padding + NO_LOG_PROB, top.log_probs_Tk[before - 1 :]]),
-            ),
-        )
+            if prompt.top_log_probs
+            else samples
+            for prompt, samples in zip(prompts, drawn, strict=True)
+        ]
 
     def _scored(
         self, sequences: Sequence[Sequence[int]], top: int
     ) -> tuple[Sequence[np.ndarray], Sequence[TopLogProbs]]:
         """Return log-probs [T - 1] and most likely tokens of all tokens of each sequence but its first."""
         tokens = [np.asarray(sequence, np.int64) for sequence in sequences]
-        batch = self._batch([{"tokens": one[:-1], TARGETS: one[1:]} for one in tokens])
+        rows = [{"tokens": one[:-1], TARGETS: one[1:]} for one in tokens]
+        batch = self._batch(rows, self._num_replicas)
         found = self._actor.score(batch, min(top, self.facts.vocabulary_size)).get()
         lines = [(row, len(one) - 1) for row, one in zip(found, tokens, strict=False)]
         return (
@@ -268,7 +356,7 @@ class EngineRanks:
             ],
         )
 
-    def _batch(self, rows: Sequence[Mapping[str, np.ndarray]]) -> TensorDict:
+    def _batch(self, rows: Sequence[Mapping[str, np.ndarray]], num_replicas: int) -> TensorDict:
         """Return rows of [T] columns as a batch of at least one row for each replica, padded with zeros."""
         width = max(1, *(len(row["tokens"]) for row in rows))
         columns = {
@@ -278,7 +366,7 @@ class EngineRanks:
             for name in rows[0]
         }
         columns["lengths"] = torch.tensor([len(row["tokens"]) for row in rows])
-        return with_empty_rows(TensorDict(columns, batch_size=[len(rows)]), self._num_replicas)
+        return with_empty_rows(TensorDict(columns, batch_size=[len(rows)]), num_replicas)
 
 
 def _wide(values: np.ndarray) -> np.ndarray:

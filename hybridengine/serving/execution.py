@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter
 from tinker import types
 
-from hybridengine.errors import RequestError
+from hybridengine.errors import RanksLostError, RequestError
 from hybridengine.serving.ranks import Prompt, Ranks, Weights
 from hybridengine.serving.store import Base, Checkpoint, Model, Request, Sampler, Store
 from hybridengine.serving.tinker_wire import (
@@ -135,6 +135,7 @@ class Execution:
         """Carry sampling requests out, all of the same weights in one call, and return a result or an error for each.
 
         `holder` is the model on the ranks; with `newest`, samplers of it that are out of date get its newest weights.
+        Raises RanksLostError if no request can be carried out before a restart.
         """
         results: dict[str, bytes | Exception] = {}
         groups: dict[Weights, dict[str, Prompt]] = defaultdict(dict)
@@ -159,6 +160,8 @@ class Execution:
         try:
             drawn = [encode_sampled(sampled) for sampled in self.ranks.sample([*prompts.values()], weights)]
             return dict(zip(prompts, drawn, strict=True))
+        except RanksLostError:
+            raise
         except Exception as error:  # the server stays, and each client learns of it
             if not isinstance(error, RequestError):
                 logger.exception("sampling failed")

@@ -70,7 +70,7 @@ def create_openai_app(
                 )
             loop = asyncio.get_running_loop()
             prompts = await loop.run_in_executor(tokenizing, request.prompts, texts, facts)
-            drawn = await _draw(room, prompts, wait_s)
+            drawn = await _draw(room, prompts, wait_s, call)
             return JSONResponse(
                 await loop.run_in_executor(tokenizing, answer, request, prompts, drawn, texts)
             )
@@ -78,11 +78,19 @@ def create_openai_app(
     serve("/v1/completions", CompletionRequest, completion)
     serve("/v1/chat/completions", ChatRequest, chat_completion)
     serve("/inference/v1/generate", GenerateRequest, generated)
+    served_paths = [path for route in app.routes if (path := getattr(route, "path", None))]
+
+    @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE"])
+    def unknown(path: str, call: Call) -> None:
+        raise HTTPException(404, f"{call.method} /{path} is not served; served are {', '.join(served_paths)}")
+
     return app
 
 
-async def _draw(room: Room, prompts: Sequence[Prompt], wait_s: float) -> Sequence[SampleResponse]:
-    """Return the samples of each prompt, all of the same weights."""
+async def _draw(room: Room, prompts: Sequence[Prompt], wait_s: float, call: Call) -> Sequence[SampleResponse]:
+    """Return the samples of each prompt, all of the same weights; give up when the client of `call` disconnects."""
+
+    _check_running(room)
 
     def submit() -> dict[str, Future[None]]:
         return {request_id: room.results.done(request_id) for request_id in room.submit_prompts(prompts)}
@@ -91,13 +99,21 @@ async def _draw(room: Room, prompts: Sequence[Prompt], wait_s: float) -> Sequenc
         return [room.store.get(Request, request_id) for request_id in futures]
 
     futures = await run_in_threadpool(submit)
-    _, late = await asyncio.wait({asyncio.wrap_future(each) for each in futures.values()}, timeout=wait_s)
-    if late:
+    drawn = asyncio.create_task(asyncio.wait({asyncio.wrap_future(each) for each in futures.values()}))
+    gone = asyncio.create_task(_disconnected(call))
+    await asyncio.wait({drawn, gone}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+    if not drawn.done():
         reason = (
-            f"the ranks did not get to the call within {wait_s:.0f} s; send it again when they train less"
+            "the client has disconnected"
+            if gone.done()
+            else f"the ranks did not get to the call within {wait_s:.0f} s; send it again when they train less"
         )
+        drawn.cancel()  # not the futures, which the room completes
+        gone.cancel()
         await run_in_threadpool(room.withdraw, list(futures), reason)
         raise HTTPException(504, reason, {"x-should-retry": "false"})  # the client would only queue it again
+    gone.cancel()
+    _check_running(room)
     responses = []
     for request in await run_in_threadpool(results):
         if request.result is None:
@@ -105,6 +121,17 @@ async def _draw(room: Room, prompts: Sequence[Prompt], wait_s: float) -> Sequenc
             raise RequestError(request.error) if user else HTTPException(500, str(request.error))
         responses.append(deserialize_sample_response(request.result))
     return responses
+
+
+async def _disconnected(call: Call) -> None:
+    """Return when the client of a call whose body has been read is gone."""
+    while (await call.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _check_running(room: Room) -> None:
+    if room.failure is not None:
+        raise HTTPException(503, room.trouble)
 
 
 def _refuse(_: Call, error: Exception) -> JSONResponse:

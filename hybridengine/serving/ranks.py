@@ -101,13 +101,17 @@ class Sampled(NamedTuple):
 class Ranks(Protocol):
     """A group of ranks that holds one model; its methods are called by one thread, one at a time.
 
-    Raises: `RequestError` for what the client can change; any other error is the server's. An error of a method that
-    changes weights or gradients stops the model that asked for it.
+    Raises: `RequestError` for what the client can change, and `RanksLostError` if `restart` may help; any other error is
+    the server's. An error of a method that changes weights or gradients stops the model that asked for it.
     """
 
     @property
     def facts(self) -> ModelFacts:
         """Return the facts of the served model."""
+        ...
+
+    def restart(self) -> None:
+        """End the ranks, whatever they do, and start new ones with the base model's weights."""
         ...
 
     def begin_model(self) -> None:

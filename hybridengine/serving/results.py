@@ -19,11 +19,15 @@ class Results:
         # held from a look at a request's state until its future is there, so that no announcement falls between
         self._lock = threading.Lock()
         self._futures: dict[str, Future[None]] = {}
+        self._given_up = False
 
     def done(self, request_id: str) -> Future[None]:
-        """Return a future that completes when the request is done or has failed; raise RequestError if it is unknown."""
+        """Return a future that completes when the request is done, has failed, or is given up.
+
+        Raises RequestError if the request is unknown.
+        """
         with self._lock:
-            if self._store.get(Request, request_id).state == QUEUED:
+            if self._store.get(Request, request_id).state == QUEUED and not self._given_up:
                 return self._futures.setdefault(request_id, Future())
         future: Future[None] = Future()
         future.set_result(None)
@@ -35,6 +39,12 @@ class Results:
             for request_id, result in results.items():
                 record(transaction.get_one(Request, request_id), result)
         self.announce(results)
+
+    def give_up(self) -> None:
+        """Complete all futures: no more results will come."""
+        with self._lock:
+            self._given_up = True
+        self.announce([*self._futures])
 
     def announce(self, request_ids: Iterable[str]) -> None:
         """Complete the futures of requests whose results are stored."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -20,19 +21,20 @@ from hybridengine.errors import ConfigError, raise_all
 from hybridengine.files import writing
 from hybridengine.models.checkpoint_files import copy_companions
 from hybridengine.serving.engine_ranks import EngineRanks
+from hybridengine.serving.lease import leased
+from hybridengine.serving.rank_groups import RankGroups
 from hybridengine.serving.ranks import ModelFacts
 from hybridengine.serving.room import Limits, Room
 from hybridengine.serving.store import Store
 from hybridengine.serving.tinker_app import create_app
 from hybridengine.training.dry_run import cost_of, layout_lines
 from hybridengine.training.files import keep_config, stop_token_ids
-from hybridengine.training.launch import RunPools
 from hybridengine.training.run import local_problems
 
-CLIENT_WORKER = "workers.client_actor.ClientActor"
-"""Import path of the actor's worker; this package never imports it."""
 CLOSING_S = 5
 """Seconds that calls in progress may take when the server ends; a client sends them again."""
+ANSWERING_S = 10.0
+"""Seconds for which a server that ends by itself answers why."""
 
 
 def serve(config: RunConfig) -> None:
@@ -56,12 +58,7 @@ def serve(config: RunConfig) -> None:
         keep_config(config)
         # Before the ranks start, which takes minutes; calls are refused until the server listens.
         bound = ends.enter_context(_bound(section.host, section.port))
-        for line in layout_lines(config, cost_of(config)):
-            say(line)
-        say(f"starting {config.num_ranks} ranks: Megatron-core and vLLM in each process")
-        pools = ends.enter_context(RunPools(config))
-        pools.start()
-        actor = pools.start_actor(worker=CLIENT_WORKER, folder=config.model_folder, stop_token_ids=end_tokens)
+        groups = ends.enter_context(contextlib.closing(RankGroups(config, end_tokens)))
         facts = ModelFacts(
             name=section.model_name or str(config.model_folder),
             tokenizer=str(config.tokenizer_folder),
@@ -70,12 +67,18 @@ def serve(config: RunConfig) -> None:
             architecture=shape.family,
         )
         room = Room(
-            EngineRanks(config, actor, facts, end_tokens),
-            Store(_database(section, config.run_folder)),
+            EngineRanks(groups, facts),
+            ends.enter_context(contextlib.closing(Store(_database(section, config.run_folder)))),
             config.run_folder / "checkpoints",
-            Limits(),
+            Limits(turn_s=section.wait_s),
             newest=section.newest_sampler,
+            max_restarts=config.faults.max_restarts,
         )
+        ends.enter_context(leased(room.store, room.fail))
+        for line in layout_lines(config, cost_of(config)):
+            say(line)
+        say(f"starting {config.num_ranks} ranks: Megatron-core and vLLM in each process")
+        groups.start()
         key = _api_key(section)
         say(f"serving {facts.name} at http://{section.host}:{section.port}")
         say(
@@ -84,14 +87,20 @@ def serve(config: RunConfig) -> None:
         say(
             f"or OPENAI_BASE_URL=http://{section.host}:{section.port}/v1 OPENAI_API_KEY={_shown(section, key)}"
         )
-        server = uvicorn.Config(
-            create_app(room, key, tokenizer=tokenizer),
-            host=section.host,
-            port=section.port,
-            log_level="warning",
-            timeout_graceful_shutdown=CLOSING_S,
+        server = uvicorn.Server(
+            uvicorn.Config(
+                create_app(room, key, tokenizer=tokenizer),
+                host=section.host,
+                port=section.port,
+                log_level="warning",
+                timeout_graceful_shutdown=CLOSING_S,
+            )
         )
-        uvicorn.Server(server).run([bound])
+        room.at_failure = threading.Timer(ANSWERING_S, setattr, (server, "should_exit", True)).start
+        if room.failure is None:
+            server.run([bound])
+        if room.failure is not None:
+            raise room.failure
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session as Transaction
 from hybridengine.errors import RequestError
 
 QUEUED, DONE, FAILED = "queued", "done", "failed"
-LIVE, POISONED, ENDED = "live", "poisoned", "ended"
+WAITING, LIVE, POISONED, ENDED = "waiting", "live", "poisoned", "ended"
 CHANGES = ("create_model", "forward_backward", "optim_step", "load_weights")
 """Kinds of requests that change weights, gradients or optimizer, and so are carried out again after a restart."""
 
@@ -43,7 +43,7 @@ class ClientSession(Base):
 
 
 class Model(Base):
-    """A model in training."""
+    """A model in training, or one that waits for the ranks."""
 
     __tablename__ = "models"
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -65,7 +65,8 @@ class Model(Base):
     @property
     def gone(self) -> str:
         """Return the error message for clients of a model that is no longer live."""
-        word = "was stopped" if self.state == POISONED else "no longer holds the ranks"
+        held = "did not get the ranks" if self.seq_id < 0 else "no longer holds the ranks"
+        word = "was stopped" if self.state == POISONED else held
         return f"model {self.id} {word}: {self.reason}; create another training client, from a checkpoint if there is one"
 
 
@@ -124,6 +125,19 @@ class Checkpoint(Base):
     """True if no gradients waited for their step, so that the model can be resumed from here."""
     created_s: Mapped[float] = mapped_column(default=time.time)
     expires_s: Mapped[float | None]
+
+
+class Lease(Base):
+    """Which server uses the database (`lease.py`); at most one row."""
+
+    KEY: ClassVar = "server"
+    __tablename__ = "leases"
+    key: Mapped[str] = mapped_column(primary_key=True)
+    holder: Mapped[str]
+    """Random id of the server."""
+    host: Mapped[str]
+    pid: Mapped[int]
+    renewed_s: Mapped[float]
 
 
 @dataclass(frozen=True)
@@ -200,10 +214,13 @@ class Store:
         with self._transactions() as transaction:
             return transaction.scalars(query).all()
 
+    def models(self, state: str) -> Sequence[Model]:
+        """Return the models in a state, oldest first."""
+        return self.all(select(Model).where(Model.state == state).order_by(Model.created_s))
+
     def live_model(self) -> Model | None:
         """Return the model that holds the ranks."""
-        found = self.all(select(Model).where(Model.state == LIVE).order_by(Model.created_s.desc()))
-        return found[0] if found else None
+        return next(iter(self.models(LIVE)), None)
 
     def queued(self) -> Sequence[Request]:
         """Return the requests that were accepted and are not done, each owner's in order."""

@@ -85,12 +85,9 @@ def create_app(
     _add_results(api, room, max_body_bytes, hold_s)
 
     @app.get("/api/v1/healthz")
-    def healthz() -> dict[str, str]:
-        if room.failure is not None:
-            raise HTTPException(
-                503, f"the server no longer carries out requests: {room.failure!r}; restart it"
-            )
-        return {"status": "ok"}
+    def healthz() -> JSONResponse:
+        trouble = room.trouble
+        return JSONResponse({"status": trouble or "ok"}, 503 if trouble else 200)
 
     @api.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE"])
     def unknown(path: str, call: Call) -> None:
@@ -264,12 +261,20 @@ def _add_results(api: APIRouter, room: Room, limit: int, hold_s: float) -> None:
         request_id = parse(types.FutureRetrieveRequest, await read_body(call, limit)).request_id
         try:
             done = await run_in_threadpool(room.results.done, request_id)
+            await asyncio.wait({asyncio.wrap_future(done)}, timeout=hold_s)
+            request = await run_in_threadpool(room.store.get, Request, request_id)
         except RequestError as error:
+            if room.failure is not None:  # nothing is stored any more
+                return JSONResponse({"error": room.trouble, "category": "server"})
             raise HTTPException(404, str(error)) from None
-        await asyncio.wait({asyncio.wrap_future(done)}, timeout=hold_s)
-        request = await run_in_threadpool(room.store.get, Request, request_id)
         if request.state == QUEUED:
-            return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"})
+            if room.failure is not None:
+                return JSONResponse({"error": room.trouble, "category": "server"})
+            answer = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+            reason = await run_in_threadpool(room.wait_reason, request)
+            if reason is not None:
+                answer |= {"queue_state": "paused_capacity", "queue_state_reason": reason}
+            return JSONResponse(answer)
         if request.state == FAILED:
             return JSONResponse({"error": request.error, "category": request.category})
         if request.result is None:

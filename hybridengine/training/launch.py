@@ -96,10 +96,10 @@ class RunPools:
         for pool in self._pools.values():
             pool.settle()
 
-    def start_actor(self, worker: str = WORKERS["actor"], **arguments: object) -> WorkerGroup:
-        """Return the actor's group; `arguments` are passed to its worker, which has that import path."""
-        (actor,) = (holder for holder in model_holders(self._config) if holder.role == "actor")
-        return self._model(actor, worker, **arguments)
+    def start_model(self, role: Role, worker: str | None = None, **arguments: object) -> WorkerGroup:
+        """Return the group of a role; `arguments` are passed to its worker, which may be another than the role's own."""
+        (holder,) = (holder for holder in model_holders(self._config) if holder.role == role)
+        return self._model(holder, worker or WORKERS[role], **arguments)
 
     def start_roles(self, actor: WorkerGroup) -> Roles:
         """Return all groups of the run's dataflow; prompts and compute share the ranks of the actor's pool."""
@@ -149,6 +149,11 @@ class RunPools:
         num_replicas = num_replicas or pool.num_ranks
         sizes = TrainSizes(1, pool.num_ranks // num_replicas, num_replicas)
         return WorkerGroup(pool, worker, role=role, parallel=sizes, config={"run": self._config})
+
+    def close(self) -> None:
+        """End all processes without waiting for their calls."""
+        for pool in self._pools.values():
+            pool.close()
 
     def __enter__(self) -> RunPools:
         return self

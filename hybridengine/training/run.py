@@ -172,7 +172,7 @@ class _Run:
         pools.start()
         warmed_up = config.start_folder.is_dir()
         start = config.start_folder if warmed_up else config.model_folder
-        actor = pools.start_actor(folder=start, stop_token_ids=self.files.stop_token_ids)
+        actor = pools.start_model("actor", folder=start, stop_token_ids=self.files.stop_token_ids)
         say("actor ready: one copy of the weights, two layouts")
         if config.warmup is not None and self.files.demonstrations is not None and not warmed_up:
             self._warm_up(actor, config.warmup, self.files.demonstrations)

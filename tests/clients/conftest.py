@@ -7,45 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.clients.servers import CLIENT_PYTHON, Server, run_command
-from tests.clients.warm_model import NAME, write_datasets, write_demonstrations, write_random_model
+from tests.clients.warm_model import NAME, warm_up, write_datasets
 
 
 @pytest.fixture(scope="session")
 def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train the small model on the demonstrations; return the folder of its checkpoint."""
     assert CLIENT_PYTHON.exists(), f"{CLIENT_PYTHON} does not exist; run `make test-clients`"
-    folder = tmp_path_factory.mktemp("warm")
-    write_random_model(folder / "random")
-    write_demonstrations(folder / "demonstrations.jsonl")
-    sections = {
-        "run": {"name": "warm", "folder": str(folder / "runs"), "steps": 1, "eval_every": 0, "live": False},
-        "cluster": {"ranks_per_node": [2]},
-        "model": {"path": str(folder / "random")},
-        "data": {"train_file": str(folder / "demonstrations.jsonl"), "batch_size": 2},
-        "warmup": {
-            "file": str(folder / "demonstrations.jsonl"),
-            "steps": 120,
-            "batch_size": 128,
-            "lr": 3e-3,
-        },
-        "actor": {"parallel": "1-1-2", "generate": "1-1", "micro_batch_tokens": 8192},
-        "reference": {"parallel": "1-1-2"},
-        "reward": {"function": "hybridengine.data.tasks:arithmetic_reward"},
-        "rollout": {
-            "max_prompt_tokens": 36,
-            "max_response_tokens": 5,
-            "samples_per_prompt": 2,
-            "kv_cache_bytes": "16MiB",
-        },
-        "algorithm": {"name": "grpo"},
-        "checkpoint": {"every": 0},
-    }
-    (folder / "warm.yaml").write_text(yaml.safe_dump(sections))
-    run_command("train", folder / "warm.yaml")
-    return folder / "runs/warm/final"
+    return warm_up(tmp_path_factory.mktemp("warm"), run_command)
 
 
 @pytest.fixture(scope="session")

@@ -103,12 +103,26 @@ class Server:
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
 
+    def memory_bytes(self) -> int:
+        """Return the resident memory of the process that clients talk to, without its ranks."""
+        assert self._process is not None, "start first"
+        return self._process.memory_info().rss
+
     def kill(self) -> None:
         """Send SIGKILL to the process, its Ray and all ranks."""
+        if self._process is not None and self._process.is_running():
+            self._family |= {*self._process.children(recursive=True)}
         for process in self._family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(self._family, timeout=END_S)
+
+    def kill_rank(self) -> None:
+        """Send SIGKILL to the process of one rank."""
+        assert self._process is not None, "start first"
+        family = self._process.children(recursive=True)
+        rank = next(each for each in family if "RankProcess" in " ".join(each.cmdline()))
+        rank.kill()
 
     def stop(self) -> int:
         """Ask the process to end, as a user does; return its exit status."""
@@ -119,21 +133,26 @@ class Server:
         finally:
             self.kill()
 
-    def client(self, *arguments: object, cwd: Path) -> str:
-        """Run the client's Python in `cwd`; return what it prints, or raise AssertionError with both logs."""
-        return finish(self.begin_client(*arguments, cwd=cwd), self.log)
+    def client(self, *arguments: object, cwd: Path, python: Path = CLIENT_PYTHON) -> str:
+        """Run a client's Python in `cwd`; return what it prints, or raise AssertionError with both logs."""
+        return finish(self.begin_client(*arguments, cwd=cwd, python=python), self.log)
 
-    def begin_client(self, *arguments: object, cwd: Path) -> subprocess.Popen[str]:
-        """Start the client's Python in `cwd`, offline, with address and key of this server."""
+    def begin_client(
+        self, *arguments: object, cwd: Path, python: Path = CLIENT_PYTHON
+    ) -> subprocess.Popen[str]:
+        """Start a client's Python in `cwd`, offline, with address and key of this server."""
         ours = {"PYTHONPATH", "VIRTUAL_ENV"}
         return subprocess.Popen(
-            [str(CLIENT_PYTHON), *map(str, arguments)],
+            [str(python), *map(str, arguments)],
             cwd=cwd,
             env={name: value for name, value in os.environ.items() if name not in ours}
             | {
+                "HOME": str(self.folder),  # some clients keep files there
                 "HF_HUB_OFFLINE": "1",
                 "HF_HOME": str(self.folder / "huggingface"),
                 "NO_PROXY": "127.0.0.1",
+                "OPENAI_API_KEY": KEY,
+                "OPENAI_BASE_URL": f"{self.url}/v1",
                 "TINKER_API_KEY": KEY,
                 "TINKER_BASE_URL": self.url,
                 "TINKER_TELEMETRY": "0",
@@ -142,6 +161,11 @@ class Server:
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+
+def result_of(output: str) -> dict[str, Any]:
+    """Return the last line that a client has printed."""
+    return json.loads(output.splitlines()[-1])
 
 
 def finish(process: subprocess.Popen[str], log: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -10,9 +11,8 @@ import numpy as np
 from hybridengine.config import load_config
 from hybridengine.models.shapes import ModelShape
 from hybridengine.serving.engine_ranks import EngineRanks
+from hybridengine.serving.rank_groups import RankGroups
 from hybridengine.serving.ranks import LossRow, ModelFacts
-from hybridengine.serving.serve import CLIENT_WORKER
-from hybridengine.training.launch import RunPools
 from tests.clients import sdk_calls
 
 
@@ -21,10 +21,9 @@ def main(file: str, folder: Path) -> None:
     config = load_config(file, serves=True)
     shape = ModelShape.from_folder(config.model_folder)
     facts = ModelFacts("model", str(config.tokenizer_folder), shape.vocab_size, config.max_tokens)
-    with RunPools(config) as pools:
-        pools.start()
-        actor = pools.start_actor(worker=CLIENT_WORKER, folder=config.model_folder, stop_token_ids=(3,))
-        ranks = EngineRanks(config, actor, facts, (3,))
+    with contextlib.closing(RankGroups(config, (3,))) as groups:
+        groups.start()
+        ranks = EngineRanks(groups, facts)
         ranks.begin_model()
         found = {}
         for loss in sdk_calls.LOSSES:
@@ -38,7 +37,7 @@ def main(file: str, folder: Path) -> None:
             passed = ranks.forward_backward(rows, loss, {}, backward=True)
             found |= {f"{loss}-{number}": row["logprobs"] for number, row in enumerate(passed.outputs)}
         ranks.optim_step(sdk_calls.ADAM)
-        actor.export_model(str(folder / "stepped"), str(config.model_folder)).wait()
+        groups.actor.export_model(str(folder / "stepped"), str(config.model_folder)).wait()
     np.savez(folder / "passed.npz", **found)
 
 

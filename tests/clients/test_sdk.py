@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,18 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.clients.sdk_calls import LOSSES
-from tests.clients.servers import ROOT, START_S, Server, finish, server_environment
+from tests.clients.servers import ROOT, START_S, Server, finish, result_of, server_environment
 
 pytestmark = pytest.mark.timeout(1800)
 
 CALLS = Path(__file__).with_name("sdk_calls.py")
 STEPS = 6
 END = 3
-
-
-def result_of(output: str) -> dict[str, Any]:
-    """Return the last line that a client has printed."""
-    return json.loads(output.splitlines()[-1])
 
 
 def saved_weights(server: Server, path: str) -> dict[str, torch.Tensor]:
@@ -122,4 +115,17 @@ def test_a_client_goes_on_after_kill_9_of_the_server(
     own_server.kill()
     own_server.start()
     resumed = result_of(finish(client, own_server.log))
+    assert_same(saved_weights(server, undisturbed["path"]), saved_weights(own_server, resumed["path"]))
+
+
+def test_a_client_goes_on_after_kill_9_of_a_rank(own_server: Server, server: Server, tmp_path: Path) -> None:
+    """The server starts its ranks again, while its process and its address stay."""
+    undisturbed = result_of(server.client(CALLS, "steps", STEPS, cwd=tmp_path))
+    client = own_server.begin_client(CALLS, "steps", STEPS, cwd=tmp_path)
+    assert client.stdout is not None
+    while client.stdout.readline() != "step 3\n":
+        assert client.poll() is None, own_server.log.read_text()
+    own_server.kill_rank()
+    resumed = result_of(finish(client, own_server.log))
+    assert "the server starts its ranks again (1 of at most 3 times)" in own_server.log.read_text()
     assert_same(saved_weights(server, undisturbed["path"]), saved_weights(own_server, resumed["path"]))

@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -137,3 +138,35 @@ def write_datasets(folder: Path) -> None:
             f"---\nconfigs:\n- config_name: {config}\n  data_files:\n"
             f"  - split: train\n    path: {config}/train.jsonl\n---\n"
         )
+
+
+def warm_up(folder: Path, run: Callable[..., None]) -> Path:
+    """Train the small model on the demonstrations; return its checkpoint. `run` runs `hybridengine` with arguments."""
+    write_random_model(folder / "random")
+    write_demonstrations(folder / "demonstrations.jsonl")
+    sections = {
+        "run": {"name": "warm", "folder": str(folder / "runs"), "steps": 1, "eval_every": 0, "live": False},
+        "cluster": {"ranks_per_node": [2]},
+        "model": {"path": str(folder / "random")},
+        "data": {"train_file": str(folder / "demonstrations.jsonl"), "batch_size": 2},
+        "warmup": {
+            "file": str(folder / "demonstrations.jsonl"),
+            "steps": 120,
+            "batch_size": 128,
+            "lr": 3e-3,
+        },
+        "actor": {"parallel": "1-1-2", "generate": "1-1", "micro_batch_tokens": 8192},
+        "reference": {"parallel": "1-1-2"},
+        "reward": {"function": "hybridengine.data.tasks:arithmetic_reward"},
+        "rollout": {
+            "max_prompt_tokens": 36,
+            "max_response_tokens": 5,
+            "samples_per_prompt": 2,
+            "kv_cache_bytes": "16MiB",
+        },
+        "algorithm": {"name": "grpo"},
+        "checkpoint": {"every": 0},
+    }
+    (folder / "warm.yaml").write_text(yaml.safe_dump(sections))
+    run("train", folder / "warm.yaml")
+    return folder / "runs/warm/final"

@@ -41,14 +41,23 @@ class TableRanks:
         """Methods whose calls have begun."""
         self.error: Exception | None = None
         """Raised by the next call."""
+        self.errors: dict[str, list[Exception]] = {}
+        """Raised by the next calls of a method, by its name in `calls`, before `error`."""
         self.free = threading.Event()
         """Calls wait for it."""
         self.free.set()
         self.begin_model()
         self.calls.clear()
 
+    def restart(self) -> None:
+        self._called("restart")
+        self._reset()
+
     def begin_model(self) -> None:
         self._called("begin_model")
+        self._reset()
+
+    def _reset(self) -> None:
         self.table = np.zeros((VOCABULARY, VOCABULARY))
         self.gradient = np.zeros_like(self.table)
 
@@ -101,6 +110,8 @@ class TableRanks:
         self.asked.append(name)
         assert self.free.wait(20)
         self.calls.append(name)
+        if errors := self.errors.get(name):
+            raise errors.pop(0)
         error, self.error = self.error, None
         if error is not None:
             raise error

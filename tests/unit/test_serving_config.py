@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.config import load_config
+from hybridengine.config import load_config, model_holders
 from hybridengine.errors import ConfigError
+from hybridengine.training.dry_run import cost_of, layout_lines
 
 FILE = Path("configs/serve.yaml").absolute()
 SHAPES = "model.hf_config=llama3-70b"
@@ -39,3 +40,41 @@ def test_settings_that_cannot_be_served_are_refused(override: str, message: str)
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(FILE, [SHAPES, override], dry_run=True, serves=True)
     assert "secret" not in str(caught.value)
+
+
+def test_a_server_has_the_actor_alone_or_a_reference_too() -> None:
+    config = load_config(FILE, [SHAPES], dry_run=True, serves=True)
+    assert [holder.name for holder in model_holders(config)] == ["actor"]
+    (line,) = (line for line in layout_lines(config, cost_of(config)) if line.startswith("roles: "))
+    assert line.startswith("roles: actor 1-2-1 (p-t-d)")
+    own = ["serve.reference=true", "reference.parallel=1-1-3", "cluster.pools.small.roles=[reference]"]
+    config = load_config(
+        FILE, [SHAPES, *own, "cluster.pools.small.ranks_per_node=[3]"], dry_run=True, serves=True
+    )
+    assert [(holder.name, str(holder.sizes)) for holder in model_holders(config)] == [
+        ("actor", "1-2-1"),
+        ("reference", "1-1-3"),
+    ]
+    assert config.num_ranks == 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["cluster.pools.b.roles=[critic]"],
+            "cluster.pools.b.roles names critic, and this server has actor;",
+        ),
+        (
+            ["cluster.pools.b.roles=[reference]"],
+            "names reference, and this server has actor; .*serve.reference=true adds",
+        ),
+        (
+            ["serve.reference=true", "reference.parallel=1-1-1"],
+            "reference.parallel=1-1-1 takes p·t·d = 1·1·1 = 1 ranks",
+        ),
+    ],
+)
+def test_pools_and_sizes_that_a_server_cannot_use_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(FILE, [SHAPES, *overrides], dry_run=True, serves=True)

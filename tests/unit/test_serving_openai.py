@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,24 @@ def test_calls_at_the_same_time_are_one_call_of_the_ranks(server: Server) -> Non
     assert server.ranks.calls[-2:] == ["sample 1 live", "sample 8 live"]
 
 
+def test_nothing_is_drawn_for_a_client_that_has_left(server: Server) -> None:
+    server.train()
+    server.ranks.free.clear()
+    with ThreadPoolExecutor(1) as others:
+        settings: Any = {"model": "tiny", "max_tokens": 1, "temperature": 0}
+        first = others.submit(server.client.completions.create, prompt="a", **settings)
+        while "sample 1 live" not in server.ranks.asked:
+            time.sleep(0.01)
+        with pytest.raises(openai.APITimeoutError):
+            server.client.completions.create(prompt="b", timeout=0.3, **settings)
+        while len(server.store.queued()) > 1:
+            time.sleep(0.01)
+        server.ranks.free.set()
+        assert first.result().choices[0].text == "b"
+    assert server.client.completions.create(prompt="c", **settings).choices[0].text == "d"
+    assert server.ranks.calls[-2:] == ["sample 1 live", "sample 1 live"]
+
+
 def test_generate_takes_and_returns_token_ids(trained: Server) -> None:
     # what renderers 0.1.12, and with it the TrainClient of verifiers 0.4, sends
     sent = {
@@ -352,6 +371,10 @@ def test_other_errors(trained: Server) -> None:
         trained.client.post("/embeddings", body={}, cast_to=object)
     with pytest.raises(openai.BadRequestError, match="the prompt has no tokens"):
         trained.client.completions.create(model="tiny", prompt=[])
+    with pytest.raises(
+        openai.NotFoundError, match="POST /v1/embeddings is not served; served are /v1/models, "
+    ):
+        trained.client.embeddings.create(model="tiny", input="a")
     answer = trained.generate(token_ids=[2], sampling_params={"min_tokens": 2})
     assert answer["error"]["param"] == "sampling_params.min_tokens"
     trained.ranks.error = RuntimeError("a rank has died")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import threading
 import time
 import urllib.error
@@ -19,6 +20,7 @@ import torch
 import uvicorn
 from tinker import types
 
+from hybridengine.errors import RanksLostError
 from hybridengine.serving.ranks import LossRow
 from hybridengine.serving.room import Limits, Room
 from hybridengine.serving.store import Request, Store
@@ -308,11 +310,10 @@ def test_models_that_are_refused(server: Server) -> None:
         ):
             client.create_lora_training_client("other", rank=0).result()
         model = training(client)
-        with (
-            server.client() as second,
-            pytest.raises(tinker.BadRequestError, match=f"{model.model_id} holds the ranks"),
+        with pytest.raises(
+            tinker.BadRequestError, match=f"{model.model_id} of the same session holds the ranks"
         ):
-            training(second)
+            training(client)
         with pytest.raises(tinker.RequestFailedError, match="must be a name of at most 128 letters"):
             model.save_state("../outside").result()
         assert model.save_state("inside").result().path.endswith("/weights/inside")
@@ -357,3 +358,45 @@ def test_a_wait_for_a_result_ends_with_try_again(tmp_path: Path, ranks: TableRan
         ranks.free.set()
         assert passed.result().metrics
     server.stop()
+
+
+def test_a_model_that_waits_for_the_ranks_says_for_whom(tmp_path: Path, ranks: TableRanks) -> None:
+    server = Server(tmp_path, ranks, hold_s=0.05)
+    with server.client() as first:
+        model = training(first)
+        session = server.room.create_session({})
+        creation = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+        key = post(server, "create_model", creation)["request_id"]
+        answer = post(server, "retrieve_future", {"request_id": key})
+        assert answer["queue_state"] == "paused_capacity"
+        assert f"model {model.model_id} holds the ranks" in answer["queue_state_reason"]
+        with server.client() as second:
+            waiting = second.create_lora_training_client("tiny", rank=0)
+            wait_for(lambda: len(server.store.queued()) == 2)
+            server.room.finish(session)
+            first.close("success").result()
+            assert waiting.result().get_info().model_data.model_name == "tiny"
+    server.stop()
+
+
+def test_a_server_whose_ranks_are_lost_for_good_says_so(server: Server, ranks: TableRanks) -> None:
+    ended = threading.Event()
+    server.room.at_failure = ended.set
+    client = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+    model = training(client)
+    text = "actor.pass_rows died on rank 1 (tp=1): gone"
+    ranks.error = RanksLostError(f"{text}\ntraceback")
+    passed = model.forward_backward(DATA, "cross_entropy")
+    stepped = model.optim_step(types.AdamParams(learning_rate=1.0))
+    for future in (passed, stepped):
+        with pytest.raises(tinker.RequestFailedError, match=re.escape(text)) as caught:
+            future.result()
+        assert caught.value.category == "server"
+    assert ended.wait(10)
+    with pytest.raises(urllib.error.HTTPError, match="503") as health:
+        urllib.request.urlopen(f"{server.url}/api/v1/healthz")
+    assert text in json.load(health.value)["status"]
+    late = post(server, "optim_step", {"model_id": model.model_id, "seq_id": 9})
+    answer = post(server, "retrieve_future", late)
+    assert answer == {"error": server.room.trouble, "category": "server"}
+    client.close("success").result()

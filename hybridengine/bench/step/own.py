@@ -121,7 +121,7 @@ def own_steps(
     threads = mock.patch.dict(environment.ON_CPU, OMP_NUM_THREADS=str(way.threads_per_rank))
     with threads, RunPools(config) as pools:
         pools.start()
-        actor = pools.start_actor(folder=config.model_folder, stop_token_ids=())
+        actor = pools.start_model("actor", folder=config.model_folder, stop_token_ids=())
         actor.start_training()
         roles = pools.start_roles(actor)
         pools.wait()

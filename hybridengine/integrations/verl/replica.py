@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -36,6 +39,8 @@ class EngineServer:
         self._new: list[Request] = []
         self._waiting: dict[str, asyncio.Future[tuple[Response, int]]] = {}
         self._numbers = itertools.count()
+        self._asked = Counter[tuple[int, ...]]()
+        """Requests for each prompt since the last switch."""
         self._driving: asyncio.Task[None] | None = None
 
     async def generate(
@@ -50,14 +55,14 @@ class EngineServer:
         """Return the tokens of a response, their log-probs, and the trainer's step that made the weights."""
         if image_data is not None or video_data is not None:
             raise DataError("images and videos are not supported by this rollout; take a text dataset")
-        prompt, number = normalize_token_ids(prompt_ids), next(self._numbers)
+        prompt = tuple(normalize_token_ids(prompt_ids))
         sampling = sampling_of(sampling_params, len(prompt), self._place, self._config)
-        # Each replica counts its own requests, so that no two of a run draw with equal seeds.
         seed = sampling_params.get("seed")
         if seed is None:
-            seed = (self._config.seed << 48) + (self._place.replica << 40) + number
-        name = f"{request_id}-{number}"
-        self._new.append(Request(name, tuple(prompt), int(seed) % 2**63, sampling))
+            seed = prompt_seed(self._config.seed, self._place.replica, prompt, self._asked[prompt])
+        self._asked[prompt] += 1
+        name = f"{request_id}-{next(self._numbers)}"
+        self._new.append(Request(name, prompt, seed, sampling))
         future = self._waiting[name] = asyncio.get_running_loop().create_future()
         if self._driving is None or self._driving.done():
             self._driving = asyncio.create_task(self._drive())
@@ -93,6 +98,7 @@ class EngineServer:
         """Switch the ranks back to training, after the responses that are under way."""
         if self._driving is not None:
             await self._driving
+        self._asked.clear()
         await asyncio.gather(*(worker.__ray_call__.remote(to_train_here) for worker in self._workers))
 
     async def wake_up(self) -> None:
@@ -107,8 +113,17 @@ class EngineServer:
         )
 
 
+def prompt_seed(seed: int, replica: int, prompt: Sequence[int], occurrence: int) -> int:
+    """Return the seed of a prompt's response, which does not depend on the order in which requests arrive.
+
+    It differs between replicas and between responses to the same prompt. `HybridRollout.advance` adds the trainer's step.
+    """
+    digest = hashlib.blake2b(repr((seed, replica, *prompt, occurrence)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
 def sampling_of(params: dict[str, Any], prompt_tokens: int, place: Place, config: Any) -> SamplingSettings:
-    """Return verl's sampling parameters as settings; DataError for what is not supported, or a prompt that is too long."""
+    """Return verl's sampling parameters as settings; DataError for what is not supported, or too long a prompt."""
     params = {name: value for name, value in params.items() if value is not None}
     room = place.max_model_tokens - prompt_tokens
     if room < 1:
@@ -116,7 +131,8 @@ def sampling_of(params: dict[str, Any], prompt_tokens: int, place: Place, config
             f"a prompt of {prompt_tokens} tokens leaves no room in rollout.max_model_len={place.max_model_tokens}; raise"
             " it, or shorten prompts (data.max_prompt_length)"
         )
-    params.pop("seed", None), params.pop("logprobs", None)
+    for handled in ("seed", "logprobs"):
+        params.pop(handled, None)
     default = min(config.response_length, config.prompt_length + config.response_length - prompt_tokens)
     most = params.pop("max_tokens", params.pop("max_new_tokens", default))
     penalty = params.pop("repetition_penalty", config.repetition_penalty)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import ray
@@ -14,6 +14,7 @@ from verl.workers.rollout.base import BaseRollout
 
 from hybridengine.backends.engine import Request, Response
 from hybridengine.backends.vllm.engine import VllmEngine
+from hybridengine.backends.vllm.requests import position_seed
 from hybridengine.errors import ConfigError, StorageError
 from hybridengine.formatting import format_bytes
 from hybridengine.integrations.verl.engine import LanguageModelEngine
@@ -123,14 +124,18 @@ class HybridRollout(BaseRollout):
             )
 
     def advance(self, requests: Sequence[Request], num_steps: int) -> tuple[list[Response], int]:
-        """Add requests and take up to `num_steps` steps; return (responses that have ended, verl's step of the weights)."""
+        """Add requests and take up to `num_steps` steps; return (ended responses, the trainer's step of the weights).
+
+        A response's seed is that of its request and of the step, so that a resumed run draws what it would have drawn.
+        """
         if self.hybrid.mode is not Mode.GENERATING:
             raise StorageError(
                 "a request has come while the ranks train; verl's trainer.v1.trainer_mode must be sync, in which"
                 " generation and training take turns"
             )
-        self.engine.add(requests)
-        return self.engine.advance(num_steps), self.global_steps
+        step = self.global_steps
+        self.engine.add([replace(one, seed=position_seed(one.seed, step)) for one in requests])
+        return self.engine.advance(num_steps), step
 
 
 def stop_token_ids(model_config: Any) -> tuple[int, ...]:
@@ -141,7 +146,7 @@ def stop_token_ids(model_config: Any) -> tuple[int, ...]:
     return tuple(found) if isinstance(found, list | tuple) else () if found is None else (found,)
 
 
-# ---- Called by servers in the process of a worker, through Ray's `__ray_call__` -----------------------------------------
+# ---- Called by servers in the process of a worker, through Ray's `__ray_call__` -------------------------------------
 
 
 def place_here(worker: Any) -> Place:

@@ -32,6 +32,6 @@ def started(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> Itera
     files = prepare_files(config)
     with RunPools(config) as pools:
         pools.start()
-        actor = pools.start_actor(folder=config.model_folder, stop_token_ids=files.stop_token_ids)
+        actor = pools.start_model("actor", folder=config.model_folder, stop_token_ids=files.stop_token_ids)
         actor.start_training()
         yield Started(config, files, pools, pools.start_roles(actor))

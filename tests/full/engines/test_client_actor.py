@@ -20,6 +20,7 @@ from tests.gloo.client_rows import SIZES, load_run, make_rows, of_loss
 from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model
 from workers.client_actor import ClientActor
+from workers.reference import ReferenceWorker
 
 PROMPT, OTHER = [9, 24, 50], [3, 17, 31, 40, 12]
 LONGEST = 8
@@ -43,8 +44,19 @@ def sample_between_passes(rank: int, run: RunConfig, folder: Path) -> dict[str, 
     rows = of_loss(make_rows(), "logprobs", "advantages")
     settings = OptimizerSection(lr=1e-3)
     group.call("begin_model")
+    reference = Group(run, "reference", ReferenceWorker, rank, folder=folder)
+    whole = of_loss(make_rows())
+    scored = {"actor": group.call("score", whole, 5), "reference": reference.call("score", whole, 5)}
+    last = whole["lengths"] - 1
+    whole["draws"] = torch.zeros_like(whole["tokens"])
+    whole["draws"][torch.arange(len(whole)), last] = torch.arange(1, len(whole) + 1)
+    scored["drawn"] = reference.call("score", whole, 5)
+    whole["targets"][torch.arange(len(whole)), last] = scored["drawn"]["drawn"][
+        torch.arange(len(whole)), last
+    ]
+    scored["of_drawn"] = group.call("score", whole.exclude("draws"), 5)
     group.call("pass_rows", rows, "importance_sampling", {}, backward=True)
-    seen = {"undisturbed": group.call("step_with", settings)}
+    seen: dict[str, Any] = {"scored": scored, "undisturbed": group.call("step_with", settings)}
     load_weights(group.worker.trainer, folder)
     group.call("begin_model")
     group.call("pass_rows", rows, "importance_sampling", {}, backward=True)
@@ -89,7 +101,7 @@ def test_rows_are_sampled_with_their_own_settings_between_a_pass_and_its_step(
     tokenizer = build_arithmetic_tokenizer()
     tokenizer.save_pretrained(tmp_path / "policy")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
-    seen, _ = run_ranks(2, sample_between_passes, load_run(tmp_path, "1-2-1"), tmp_path / "policy")
+    seen, other_rank = run_ranks(2, sample_between_passes, load_run(tmp_path, "1-2-1"), tmp_path / "policy")
     first, second = seen["greedy"]
     drawn, narrow, likely, stopped, spelled, other, short = seen["mixed"]
     assert narrow == second[:3]
@@ -104,3 +116,9 @@ def test_rows_are_sampled_with_their_own_settings_between_a_pass_and_its_step(
     assert short == drawn[:5]
     assert seen["shapes"] == {"tokens": (7, 8 + LONGEST), "rollout_log_probs": (7, LONGEST)}
     assert seen["disturbed"] == seen["undisturbed"]
+    scored = seen["scored"]
+    for name in ("log_probs", "top_ids", "top_log_probs"):
+        # their micro-batches differ
+        torch.testing.assert_close(scored["actor"][name], scored["reference"][name])
+        torch.testing.assert_close(scored["of_drawn"][name], scored["drawn"][name])
+    assert torch.equal(scored["drawn"]["drawn"], other_rank["scored"]["drawn"]["drawn"])

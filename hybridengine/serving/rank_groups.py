@@ -1,0 +1,43 @@
+"""Worker groups of a server, which can be started again."""
+
+from __future__ import annotations
+
+from hybridengine.config import RunConfig
+from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.training.launch import RunPools
+
+CLIENT_WORKER = "workers.client_actor.ClientActor"
+"""Import path of the actor's worker; this package never imports it."""
+
+
+class RankGroups:
+    """The actor, and the reference if `serve.reference` is set; `start` comes first.
+
+    Args:
+        end_tokens: tokens that end a response unless a prompt says otherwise.
+    """
+
+    actor: WorkerGroup
+    reference: WorkerGroup | None
+
+    def __init__(self, config: RunConfig, end_tokens: tuple[int, ...]) -> None:
+        self.config, self.end_tokens = config, end_tokens
+        self._pools: RunPools | None = None
+
+    def start(self) -> None:
+        """Start new ranks with the base model's weights; earlier ones are ended, whatever they do."""
+        self.close()
+        self._pools = RunPools(self.config)
+        self._pools.start()
+        folder = self.config.model_folder
+        self.actor = self._pools.start_model(
+            "actor", CLIENT_WORKER, folder=folder, stop_token_ids=self.end_tokens
+        )
+        has_reference = "reference" in self.config.model_roles
+        self.reference = self._pools.start_model("reference", folder=folder) if has_reference else None
+
+    def close(self) -> None:
+        """End the ranks without waiting for their calls."""
+        if self._pools is not None:
+            self._pools.close()
+            self._pools = None

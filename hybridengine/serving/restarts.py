@@ -1,0 +1,61 @@
+"""Restarts of a server's ranks after failures that may pass."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from hybridengine.errors import RanksLostError, WorkerError
+from hybridengine.serving.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+
+class Restarts:
+    """Starts `ranks` again at most `most` times in the life of the server."""
+
+    def __init__(self, ranks: Ranks, most: int) -> None:
+        self.notice: str | None = None
+        """Why no requests are carried out now; None while they are."""
+        self._ranks, self._most = ranks, most
+        self._number, self._last = 0, ""
+
+    def is_first(self, what: str, error: Exception) -> bool:
+        """Return True if the ranks were lost in `what`, and their last loss was another one."""
+        if not isinstance(error, RanksLostError):
+            return False
+        seen = f"{what} {error.signature}"
+        repeated, self._last = seen == self._last, seen
+        return not repeated
+
+    def recover(self, failure: RanksLostError, restore: Callable[[], None]) -> None:
+        """Start the ranks again, and `restore` what they held; raise WorkerError when that is no use any more."""
+        while True:
+            if self._number >= self._most:
+                raise WorkerError(
+                    f"{failure}\nthe ranks have been started again {self._number} times, and faults.max_restarts="
+                    f"{self._most}"
+                ) from failure
+            self._number += 1
+            count = f"{self._number} of at most {self._most} times"
+            self.notice = f"the server starts its ranks again ({count}): {cause_of(failure)}"
+            logger.warning("%s", self.notice)
+            try:
+                self._ranks.restart()
+            except Exception as error:
+                if not isinstance(error, RanksLostError) or not self.is_first("restart", error):
+                    raise WorkerError(f"{failure}\nthe ranks could not start again: {error}") from error
+                failure = error
+                continue
+            try:
+                restore()
+            except RanksLostError as error:
+                failure = error
+                continue
+            self.notice = None
+            return
+
+
+def cause_of(failure: BaseException) -> str:
+    """Return the first line of an error, which names role and rank of a failure on one."""
+    return str(failure).split("\n")[0] or type(failure).__name__

@@ -1,0 +1,167 @@
+"""Ranks in memory that are lost: the room starts them again, or ends with an error that names them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hybridengine.errors import ConfigError, RanksLostError, RequestError
+from hybridengine.serving.ranks import Prompt
+from hybridengine.serving.room import Room
+from hybridengine.serving.store import Request
+from tests.unit.serving_ranks import TableRanks
+from tests.unit.test_serving_room import (
+    Rooms,
+    answer,
+    begin,
+    passing,
+    prompt,
+    rooms,
+    sampler,
+    save,
+    step,
+)
+
+__all__ = ["rooms"]
+
+
+def lost(number: int = 0) -> RanksLostError:
+    """Return the error of a rank that has died; equal numbers mean the same failure."""
+    return RanksLostError(
+        f"actor.pass_rows died on rank 1 (tp=1): pid {id(object())}\ntraceback", f"{number}"
+    )
+
+
+def ended(room: Room) -> threading.Event:
+    event = threading.Event()
+    room.at_failure = event.set
+    return event
+
+
+def test_a_request_in_which_the_ranks_are_lost_is_carried_out_on_new_ones(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks, max_restarts=1)
+    model = begin(room)
+    room.submit(model, 1, "forward_backward", passing())
+    room.submit(model, 2, "optim_step", step(model))
+    room.submit(model, 3, "save_weights", save(model, path="whole"))
+    answer(room, room.submit(model, 4, "forward_backward", passing(5)))
+    ranks.errors["optim_step"] = [lost()]
+    ranks.free.clear()
+    stepped = room.submit(model, 5, "optim_step", step(model))
+    expected = TableRanks()
+    ranks.calls.clear()
+    ranks.free.set()
+    assert answer(room, stepped)["metrics"]
+    assert ranks.calls == ["optim_step", "restart", "load optimizer=True", "forward_backward", "optim_step"]
+    assert room.trouble is None
+    undisturbed = rooms.start(expected)  # replays the same requests
+    answer(undisturbed, undisturbed.submit(model, 6, "save_weights", save(model)))
+    assert ranks.table == pytest.approx(expected.table)
+
+
+def test_the_room_says_that_its_ranks_start_again(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks, max_restarts=2)
+    model = begin(room)
+    reached, go_on = threading.Event(), threading.Event()
+    ranks.errors["forward_backward"] = [lost()]
+    restart = ranks.restart
+    ranks.restart = lambda: (reached.set(), go_on.wait(10), restart())  # type: ignore[method-assign]
+    passed = room.submit(model, 1, "forward_backward", passing())
+    assert reached.wait(10)
+    text = (
+        "the server starts its ranks again (1 of at most 2 times): actor.pass_rows died on rank 1 (tp=1): pid"
+    )
+    assert room.trouble is not None
+    assert room.trouble.startswith(text)
+    assert room.wait_reason(rooms.store.get(Request, passed)) == room.trouble
+    go_on.set()
+    assert answer(room, passed)
+    assert room.trouble is None
+
+
+def test_samples_are_drawn_again(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks, max_restarts=1)
+    model = begin(room)
+    sampling = sampler(room, model, 1)
+    ranks.errors["sample 1 live"] = [lost()]
+    assert answer(room, room.submit(sampling, 0, "sample", prompt()))
+    assert ranks.calls == ["begin_model", "sample 1 live", "restart", "begin_model", "sample 1 live"]
+
+
+def test_a_request_that_loses_the_ranks_twice_fails_alone(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks, max_restarts=4)
+    model = begin(room)
+    ranks.errors["forward_backward"] = [lost(), lost()]
+    with pytest.raises(RequestError, match=r"actor.pass_rows died on rank 1"):
+        answer(room, room.submit(model, 1, "forward_backward", passing()))
+    with pytest.raises(
+        RequestError, match=r"was stopped: forward_backward with seq_id=1 failed: actor.pass_rows died"
+    ):
+        room.submit(model, 2, "optim_step", step(model))
+    begun = begin(room)
+    assert ranks.calls == [
+        "begin_model", "forward_backward", "restart", "begin_model", "forward_backward", "restart", "begin_model",
+    ]  # fmt: skip
+    own = Prompt((2,), num_samples=1, seed=0, max_tokens=1)
+    ranks.errors["sample 1 live"] = [lost(1), lost(1)]
+    (drawn,) = room.submit_prompts([own])
+    with pytest.raises(RequestError, match=r"actor.pass_rows died on rank 1"):
+        answer(room, drawn)
+    assert answer(room, room.submit(begun, 1, "forward", passing(forward_only=True)))
+    assert rooms.store.get(Request, drawn).category == "server"
+
+
+def test_a_model_whose_restoring_loses_the_ranks_twice_is_stopped(rooms: Rooms) -> None:
+    room = rooms.start(TableRanks())
+    model = begin(room)
+    answer(room, room.submit(model, 1, "forward_backward", passing()))
+    rooms.stop()
+    ranks = TableRanks()
+    ranks.errors["begin_model"] = [lost(), lost()]
+    room = rooms.start(ranks, max_restarts=2)
+    with pytest.raises(
+        RequestError, match=r"was stopped: it could not be resumed after a restart: actor.pass_rows"
+    ):
+        answer(room, room.submit(model, 2, "optim_step", step(model)))
+    assert begin(room)
+    assert ranks.calls == ["begin_model", "restart", "begin_model", "restart", "begin_model"]
+
+
+def test_a_room_ends_when_its_ranks_are_lost_too_often(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks, max_restarts=1)
+    end = ended(room)
+    model = begin(room)
+    ranks.errors["optim_step"] = [lost(0), lost(1)]
+    ranks.free.clear()
+    stepped = room.submit(model, 1, "optim_step", step(model))
+    waits = room.results.done(stepped)
+    ranks.free.set()
+    assert end.wait(10)
+    waits.result(0)  # nobody waits for ever
+    assert room.failure is not None
+    assert str(room.failure).endswith("started again 1 times, and faults.max_restarts=1")
+    assert room.trouble is not None
+    assert "actor.pass_rows died on rank 1 (tp=1)" in room.trouble
+    assert ranks.calls.count("restart") == 1
+    room = rooms.start(TableRanks())  # the operator's restart carries the request out
+    assert answer(room, stepped)["metrics"]
+
+
+@pytest.mark.parametrize("errors", [[ConfigError("no node is left")], [lost(3), lost(3)]])
+def test_a_room_ends_when_its_ranks_cannot_start(rooms: Rooms, errors: list[Exception]) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks, max_restarts=5)
+    end = ended(room)
+    model = begin(room)
+    ranks.errors = {"optim_step": [lost()], "restart": errors}
+    room.submit(model, 1, "optim_step", step(model))
+    assert end.wait(10)
+    assert room.failure is not None
+    assert "the ranks could not start again: " in str(room.failure)
+    assert errors == []
