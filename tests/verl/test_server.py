@@ -37,8 +37,7 @@ class FakeRollout:
         self.events.append(tuple(str(list(one.prompt_token_ids)) for one in requests))
         if self.failure is not None:
             failure, self.failure = self.failure, None
-            self._left.clear()
-            raise failure
+            raise failure  # the requests of earlier calls stay
         for one in requests:
             self._requests[one.request_id], self._left[one.request_id] = one, self._num_calls
         ended = []
@@ -126,21 +125,47 @@ def test_log_probs_are_given_to_those_who_ask():
     asyncio.run(run())
 
 
+def test_a_call_that_fails_fails_all_waiting_requests_and_none_after_them():
+    async def run() -> None:
+        server, rollouts = make_server(num_calls=3)
+        failure = DataError("a request that the engine refuses")
+        early = ask(server, [1, 2])
+        while not rollouts[-1].events:
+            await asyncio.sleep(0)
+        for rollout in rollouts:
+            rollout.failure = failure
+        outputs = await asyncio.gather(early, ask(server, [3, 4]), return_exceptions=True)
+        assert outputs == [failure, failure]
+        # The engines still have the early request, whose response comes while a later one is waited for.
+        assert (await ask(server, [5, 6])).token_ids == [6, 5]
+        for rollout in rollouts:
+            assert rollout.events == [("[1, 2]",), ("[3, 4]",), ("[5, 6]",), (), ()]
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_call_that_fails_fails_all_waiting_requests_and_none_after_them(failing: int):
+def test_the_failure_of_any_worker_is_that_of_the_requests(failing: int):
     async def run() -> None:
         server, rollouts = make_server()
-        failure = RuntimeError("a worker's error")
-        rollouts[failing].failure = failure
-        outputs = await asyncio.gather(
-            *(ask(server, prompt) for prompt in ([1, 2], [3, 4])), return_exceptions=True
-        )
-        assert outputs == [failure, failure]
-        for rollout in rollouts:
-            rollout._left.clear()  # an engine forgets its requests in the switch to training
+        rollouts[failing].failure = RuntimeError("a worker's error")
+        with pytest.raises(RuntimeError, match=r"^a worker's error$"):
+            await ask(server, [1, 2])
         await server.sleep()
-        assert (await ask(server, [5, 6])).token_ids == [6, 5]
-        assert [rollout.events[1:] for rollout in rollouts] == [[("to_train",), ("[5, 6]",), ()]] * 2
+        assert [rollout.events for rollout in rollouts] == [[("[1, 2]",), ("to_train",)]] * 2
+
+    asyncio.run(run())
+
+
+def test_a_caller_that_is_cancelled_does_not_disturb_others():
+    async def run() -> None:
+        server, rollouts = make_server(num_calls=3)
+        cancelled, other = ask(server, [1, 2]), ask(server, [3, 4])
+        while not rollouts[0].events:
+            await asyncio.sleep(0)
+        cancelled.cancel()
+        assert (await other).token_ids == [4, 3]
+        assert cancelled.cancelled()
 
     asyncio.run(run())
 
