@@ -33,7 +33,7 @@ CASES = {
         {**FIXED, "temperature": 0.7, "calculate_entropy": True},
         {"loss_agg_mode": "seq-mean-token-mean", "entropy_coeff": 0.3, "use_kl_loss": True},
     ),
-    "sft": Case("sft", {**FIXED, "temperature": 1.0}),
+    "sft-temperature-of-each-row": Case("sft", {**FIXED, "temperature": rows.temperatures()}),
 }
 VALUE_CASES = {"value": Case("value", DYNAMIC), "value-fixed": Case("value", FIXED, {"cliprange_value": 0.2})}
 
@@ -200,7 +200,7 @@ def test_learning_rates_follow_the_linear_schedule(
         return lowest + (highest - lowest) * max(0.0, 1 - (number - warmup) / (steps - warmup))
 
     optimizer = {"lr_decay_style": "linear", "lr_warmup_steps_ratio": ratio, "lr": highest, "min_lr": lowest}
-    case = CASES["sft"]
+    case = CASES["sft-temperature-of-each-row"]
     ((rates, changed),) = run_ranks(1, engine_ranks.learning_rates, language[0], case, optimizer, 12)
     assert rates == pytest.approx([rate(number) for number in range(1, 13)], rel=1e-9)
     # A warm-up begins with a rate of zero, which both steps of the first pair have.
