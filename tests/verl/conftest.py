@@ -1,5 +1,6 @@
 """Ranks with verl; a small model that answers a few questions, and verl's own trainer on it by the documented command."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import json

@@ -79,6 +79,10 @@ MODEL_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"lora_adapter_path": "adapter"},
         "model.lora_adapter_path=adapter is not supported; merge the adapter into the model",
     ),
+    "config": (
+        {"override_config": {"rope_theta": 1e6}},
+        "model.override_config.rope_theta is not supported; remove it, or choose of attn_implementation",
+    ),
     "mtp": ({"mtp": MtpConfig(enable=True)}, "model.mtp.enable=True is not supported; set False"),
 }
 OPTIMIZER_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
@@ -153,7 +157,8 @@ def test_verls_defaults_are_supported(folder: Path):
         "attention_backend": "flash",
     }
     engine = McoreEngineConfig(override_transformer_config=transformer)
-    settings.check_engine(engine, model_config(folder))
+    override = {"attn_implementation": "eager", "model_config": {}}
+    settings.check_engine(engine, model_config(folder, override_config=override))
     assert settings.dtype_of(engine) == "bfloat16"
     assert not settings.recomputes(engine)
     assert settings.recomputes(

@@ -72,6 +72,8 @@ def _engine_problems(engine: Any, model: Any) -> Iterator[str]:
         yield "megatron.override_transformer_config.recompute_granularity=selective is not supported; choose full or null"
     if model.lora_rank or model.lora.get("rank"):
         yield "model.lora_rank is not supported; set 0, which trains all weights"
+    overridden = [name for name, value in model.override_config.items() if value]
+    yield from _unknown("model.override_config", overridden, ("attn_implementation",))
     if model.lora_adapter_path:
         yield f"model.lora_adapter_path={model.lora_adapter_path} is not supported; merge the adapter into the model"
     if model.mtp.enable:
