@@ -10,7 +10,7 @@ import pickle
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing import connection, forkserver, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -44,10 +44,14 @@ class RankError(Exception):
 class RankLauncher:
     """Runs module-level functions on fresh ranks, each a fork of a process that has already imported everything."""
 
-    def __init__(self) -> None:
-        """Start the forkserver with what vLLM has to find in the environment, from the warm process if there is one."""
+    def __init__(self, preload: Sequence[str] = ("tests.preload",)) -> None:
+        """Start the forkserver with what vLLM has to find in the environment, from the warm process if there is one.
+
+        Args:
+            preload: modules that the forkserver imports for all ranks.
+        """
         self._context: Any = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.preload"])
+        self._context.set_forkserver_preload(list(preload))
         spawn = spawn_warm if "WARM_WORKERS" in os.environ else util.spawnv_passfds
         with (
             mock.patch.dict(os.environ, ON_CPU | ENVIRONMENT),

@@ -1,5 +1,6 @@
-"""A small model that answers a few questions, and verl's own trainer on it, by the documented command."""
+"""Ranks with verl; a small model that answers a few questions, and verl's own trainer on it by the documented command."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import json
@@ -15,7 +16,10 @@ import pytest
 
 from tests.clients.servers import ROOT, run_command
 from tests.clients.warm_model import warm_up
+from tests.gloo.ranks import RankLauncher
 
+# Read when verl is imported, by this process and by its ranks.
+os.environ |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_VENDOR": "hybridengine"}
 COMMAND_S = 900  # machines are shared
 REWARD = '''"""The answer is the number alone."""
 
@@ -77,3 +81,9 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     pandas.DataFrame(list(rows.values())).to_parquet(folder / "train.parquet")
     (folder / "reward.py").write_text(REWARD)
     return Trial(folder, model)
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> RankLauncher:
+    """Override the fixture of all tests with ranks that are forks of a process with verl."""
+    return RankLauncher(("tests.verl.engine_ranks",))

@@ -269,24 +269,28 @@ class ValueModelEngine(LanguageModelEngine):
 class _Training(BaseEngineCtx):
     """The engine in training; gradients that nobody has stepped with are forgotten at its end."""
 
+    def __enter__(self) -> None:
+        self._outer_mode = self.engine.mode
+        super().__enter__()
+
     def __exit__(self, *failure: Any) -> None:
         if self.zero_grad_on_exit or failure[0] is not None:
             self.engine.optimizer_zero_grad()
         super().__exit__(*failure)
+        self.engine.mode = self._outer_mode  # verl trains each mini-batch in a context inside that of all
 
 
 class _ValueTraining(_Training):
     """A value model in training, which has memory for gradients only then; nested contexts are one."""
 
     def __enter__(self) -> None:
-        self._outermost = self.engine.mode is None
-        if self._outermost:
+        if self.engine.mode is None:
             self.engine.trainer.enter_training()
         super().__enter__()
 
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)
-        if self._outermost:
+        if self.engine.mode is None:
             self.engine.trainer.leave_training()
 
 

@@ -88,11 +88,15 @@ class EngineServer:
                 )
                 ended, steps = found[0]
                 for response in ended:
-                    self._waiting.pop(response.request_id).set_result((response, steps))
+                    # Nobody waits for a response of a call that failed, or of a caller that was cancelled.
+                    future = self._waiting.pop(response.request_id, None)
+                    if future is not None and not future.done():
+                        future.set_result((response, steps))
         except Exception as error:
             failed, self._waiting, self._new = self._waiting, {}, []
             for future in failed.values():
-                future.set_exception(error)
+                if not future.done():
+                    future.set_exception(error)
 
     async def sleep(self) -> None:
         """Switch the ranks back to training, after the responses that are under way."""

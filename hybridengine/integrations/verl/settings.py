@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.config.sections import OptimizerSection
 from hybridengine.errors import ConfigError, raise_all
-from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
+from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import GenSizes, TrainSizes
@@ -28,6 +28,15 @@ _OFF: dict[str, Any] = {
     "override_ddp_config": {},
 }
 """Engine setting -> the only value that is supported."""
+_TRANSFORMER_KEYS = (
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_modules",
+    "recompute_num_layers",
+    "attention_backend",
+)
+"""Keys of `override_transformer_config` that do not change results; the first one is obeyed."""
+_DTYPES = ("float32", "bfloat16")
 _FIXED_OPTIMIZER: dict[str, Any] = {
     "optimizer": "adam",
     "lr_warmup_init": 0.0,
@@ -40,6 +49,7 @@ _FIXED_ROLLOUT: dict[str, Any] = {
     "expert_parallel_size": 1,
     "quantization": None,
     "enable_rollout_routing_replay": False,
+    "logprobs_mode": "processed_logprobs",
 }
 _OWN_ROLLOUT_KEYS = ("kv_cache_bytes",)
 """Keys of `rollout.engine_kwargs.hybridengine`."""
@@ -54,10 +64,18 @@ def check_engine(engine: Any, model: Any) -> None:
 def _engine_problems(engine: Any, model: Any) -> Iterator[str]:
     yield from _differing("megatron", engine, _OFF)
     transformer = dict(engine.override_transformer_config)
+    yield from _unknown("megatron.override_transformer_config", transformer, _TRANSFORMER_KEYS)
+    yield from _unknown(
+        "megatron.override_mcore_model_config", engine.override_mcore_model_config, ("dtype",)
+    )
     if transformer.get("recompute_granularity") == "selective":
         yield "megatron.override_transformer_config.recompute_granularity=selective is not supported; choose full or null"
     if model.lora_rank or model.lora.get("rank"):
         yield "model.lora_rank is not supported; set 0, which trains all weights"
+    overridden = [name for name, value in model.override_config.items() if value]
+    yield from _unknown("model.override_config", overridden, ("attn_implementation",))
+    if model.lora_adapter_path:
+        yield f"model.lora_adapter_path={model.lora_adapter_path} is not supported; merge the adapter into the model"
     if model.mtp.enable:
         yield "model.mtp.enable=True is not supported; set False"
     if engine.qat.enable:
@@ -65,8 +83,14 @@ def _engine_problems(engine: Any, model: Any) -> Iterator[str]:
     if engine.router_replay.mode != "disabled":
         yield f"megatron.router_replay.mode={engine.router_replay.mode} is for mixtures of experts; set disabled"
     dtype = dtype_of(engine)
-    if dtype not in DTYPE_BYTES:
-        yield f"the weights' type {dtype} must be one of {', '.join(DTYPE_BYTES)}; set one"
+    if dtype not in _DTYPES:
+        yield f"megatron.dtype={dtype} is not supported; choose one of {', '.join(_DTYPES)}"
+
+
+def _unknown(section: str, given: Iterable[str], known: Sequence[str]) -> Iterator[str]:
+    for name in given:
+        if name not in known:
+            yield f"{section}.{name} is not supported; remove it, or choose of {', '.join(known)}"
 
 
 def _differing(section: str, given: Any, supported: dict[str, Any]) -> Iterator[str]:
@@ -109,7 +133,7 @@ def optimizer_of(config: Any) -> tuple[OptimizerSection, int]:
     raise_all(problems)
     steps = config.lr_decay_steps or max(config.total_training_steps, 1)
     warmup = config.lr_warmup_steps
-    if warmup is None or warmup < 0:
+    if warmup is None or warmup <= 0:  # verl's rule
         warmup = int(config.lr_warmup_steps_ratio * steps)
     section = OptimizerSection(
         lr=config.lr,
@@ -141,11 +165,7 @@ def rollout_plan(config: Any, grid: Grid, shape: ModelShape, dtype: str) -> Roll
             f"rollout.dtype={config.dtype} differs from the actor's {dtype}, whose weights it generates with; set"
             f" rollout.dtype={dtype}"
         )
-    problems += [
-        f"rollout.engine_kwargs.hybridengine.{name} is unknown; choose of {', '.join(_OWN_ROLLOUT_KEYS)}"
-        for name in own
-        if name not in _OWN_ROLLOUT_KEYS
-    ]
+    problems += _unknown("rollout.engine_kwargs.hybridengine", own, _OWN_ROLLOUT_KEYS)
     raise_all(problems)
     sizes = GenSizes(config.pipeline_model_parallel_size, config.tensor_model_parallel_size)
     settings = EngineSettings(
