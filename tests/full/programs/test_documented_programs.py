@@ -52,5 +52,10 @@ def test_programs_print_what_the_documentation_says(tmp_path: Path, warm_ray: di
     assert float(re.findall(r"log-prob difference (\S+)", with_ray)[0]) < 1e-3
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     on_ranks = run([*torchrun, "--no-python", *warm_program("ranks.py")], tmp_path, warm_ray)
-    tokens = re.findall(r"redundant_bytes=0.*(\[[\d, ]+\])$", on_ranks, re.MULTILINE)
-    assert len(tokens) == 2 and len(set(tokens)) == 1 and len(ast.literal_eval(tokens[0])) == 8
+    lines = re.findall(
+        r"rank (\d) step (\d) loss (\S+) .*redundant_bytes=0.*(\[[\d, ]+\])$", on_ranks, re.MULTILINE
+    )
+    assert sorted(line[:2] for line in lines) == [(rank, step) for rank in "01" for step in "012"]
+    steps = {step: (float(loss), ast.literal_eval(tokens)) for _, step, loss, tokens in lines}
+    assert len({line[1:] for line in lines}) == 3 and all(len(tokens) == 8 for _, tokens in steps.values())
+    assert steps["0"][0] > steps["1"][0] > steps["2"][0]
