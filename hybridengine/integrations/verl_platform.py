@@ -24,6 +24,7 @@ from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
 from hybridengine.backends.vllm.environment import rank_environment
+from hybridengine.errors import ConfigError
 
 VENDOR = "hybridengine"
 """Value of VERL_ENGINE_VENDOR."""
@@ -79,6 +80,10 @@ class CpuPlatform(PlatformBase):
         return None, None
 
     def communication_backend_name(self) -> str:
+        if os.environ.get("VERL_ENGINE_VENDOR") != VENDOR:  # verl would build "cpu:gloo,cpu:gloo" next
+            raise ConfigError(
+                f"VERL_PLATFORM=cpu is for this engine; export VERL_ENGINE_VENDOR={VENDOR} as well"
+            )
         return "gloo"
 
     def visible_devices_envvar(self) -> str:

@@ -50,6 +50,8 @@ class Execution:
         self.ranks = ranks
         self.store = store
         self.folder = folder
+        self._has_gradients = False
+        """True if gradients wait on the ranks for their optimizer step."""
         self._methods = {
             "create_model": self._create_model,
             "forward": self._forward_backward,
@@ -124,6 +126,7 @@ class Execution:
     def restore(self, model_id: str) -> None:
         """Give the ranks what a model had after its last request that was done: its checkpoint, and all changes since."""
         replay = self.store.replay(model_id)
+        self._has_gradients = False
         if replay.checkpoint is not None:
             self.ranks.load(Path(replay.checkpoint.folder), True)
         for request in replay.again:
@@ -163,9 +166,9 @@ class Execution:
         except RanksLostError:
             raise
         except Exception as error:  # the server stays, and each client learns of it
-            if not isinstance(error, RequestError):
-                logger.exception("sampling failed")
-            if not isinstance(error, RequestError) or len(prompts) == 1:
+            if len(prompts) == 1:
+                if not isinstance(error, RequestError):
+                    logger.exception("sampling failed")
                 return dict.fromkeys(prompts, error)
         # the ranks refuse one of them: the others are not to blame
         return {
@@ -194,11 +197,13 @@ class Execution:
 
     def _create_model(self, request: Request) -> Outcome:
         self.ranks.begin_model()
+        self._has_gradients = False
         return _json({"type": "create_model", "model_id": request.owner})
 
     def _forward_backward(self, request: Request) -> Outcome:
         decoded = decode_forward_backward(request.body, self.ranks.facts)
         passed = self.ranks.forward_backward(decoded.rows, decoded.loss, decoded.settings, decoded.backward)
+        self._has_gradients |= decoded.backward
         return Outcome(encode_passed(passed))
 
     def _optim_step(self, request: Request) -> Outcome:
@@ -209,7 +214,11 @@ class Execution:
             below = 1.0 if name in ("beta1", "beta2") else math.inf
             if not 0 <= value < below:
                 raise RequestError(f"adam_params.{name}={value} must be at least 0 and below {below}")
-        return _json({"metrics": {name: float(value) for name, value in self.ranks.optim_step(adam).items()}})
+        if not self._has_gradients:
+            raise RequestError("no gradients wait for an optim_step; send forward_backward before it")
+        metrics = self.ranks.optim_step(adam)
+        self._has_gradients = False
+        return _json({"metrics": {name: float(value) for name, value in metrics.items()}})
 
     def _load_weights(self, request: Request) -> Outcome:
         message = parse(types.LoadWeightsRequest, request.body)
@@ -219,6 +228,7 @@ class Execution:
                 f"{message.path} has weights for sampling only; load what save_weights (save_state) wrote"
             )
         self.ranks.load(Path(checkpoint.folder), message.optimizer)
+        self._has_gradients = False
         return _json({"type": "load_weights", "path": message.path, "model_id": request.owner})
 
     def _save_weights(self, request: Request) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -12,10 +13,12 @@ from collections.abc import Callable, Iterator
 
 import psutil
 from sqlalchemy import delete, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from hybridengine.errors import ConfigError, HybridEngineError
 from hybridengine.serving.store import Lease, Store
+
+logger = logging.getLogger(__name__)
 
 LEASE_S = 60.0
 """Age of the last renewal at which a lease ends, unless its process is known to be gone."""
@@ -34,7 +37,12 @@ def leased(store: Store, at_loss: Callable[[HybridEngineError], object]) -> Iter
 
     def renew() -> None:
         while not ended.wait(RENEWAL_S):
-            if not _renewed(store, holder):
+            try:
+                held = _renewed(store, holder)
+            except SQLAlchemyError as error:  # a database that is away for a moment
+                logger.warning("the lease on serve.database could not be renewed: %s", error)
+                continue
+            if not held:
                 at_loss(HybridEngineError(_refusal(store.find(Lease, Lease.KEY))))
                 return
 

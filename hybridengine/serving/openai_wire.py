@@ -226,7 +226,7 @@ def read(request: type[RequestT], body: bytes) -> RequestT:
     """Return a JSON body as a request; raise ArgumentError for the first argument that is invalid or not served."""
     try:
         arguments = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArgumentError(f"the body is not JSON ({error}); send a JSON object") from None
     if not isinstance(arguments, dict):
         raise ArgumentError(f"the body is {shown(arguments)}; send a JSON object")

@@ -176,9 +176,9 @@ class Room:
 
         Raises: RequestError if the owner is unknown or not served now, or `seq_id` goes backwards.
         """
-        if seq_id is None or seq_id < 0:
+        if seq_id is None or not 0 <= seq_id < 2**63:
             raise RequestError(
-                f"seq_id={seq_id} of {owner} must be 0 or greater; number requests as the SDK does"
+                f"seq_id={seq_id} of {owner} must be 0 to {2**63 - 1}; number requests as the SDK does"
             )
         request = Request(id=f"{owner}:{seq_id}", owner=owner, seq_id=seq_id, kind=kind, body=body)
         with self._changed:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import uvicorn
 from rich.console import Console
+from sqlalchemy.exc import SQLAlchemyError
 
 from hybridengine.checkpoints.hf_files import check_weights
 from hybridengine.checkpoints.run_lock import run_lock
@@ -60,7 +61,7 @@ def serve(config: RunConfig) -> None:
         keep_config(config)
         # Before the ranks start, which takes minutes; calls are refused until the server listens.
         bound = ends.enter_context(_bound(section.host, section.port))
-        call_log().observer = CallFile(section.calls_file)
+        call_log().observer = _call_file(section.calls_file)
         groups = ends.enter_context(contextlib.closing(RankGroups(config, end_tokens)))
         facts = ModelFacts(
             name=section.model_name or str(config.model_folder),
@@ -71,7 +72,7 @@ def serve(config: RunConfig) -> None:
         )
         room = Room(
             EngineRanks(groups, facts),
-            ends.enter_context(contextlib.closing(Store(_database(section, config.run_folder)))),
+            ends.enter_context(contextlib.closing(_store(section, config.run_folder))),
             config.run_folder / "checkpoints",
             Limits(turn_s=section.wait_s),
             newest=section.newest_sampler,
@@ -82,7 +83,7 @@ def serve(config: RunConfig) -> None:
             say(line)
         say(f"starting {config.num_ranks} ranks: Megatron-core and vLLM in each process")
         groups.start()
-        key = _api_key(section)
+        key = _api_key(section, config.run_folder)
         say(f"serving {facts.name} at http://{section.host}:{section.port}")
         say(
             f"clients: TINKER_BASE_URL=http://{section.host}:{section.port} TINKER_API_KEY={_shown(section, key)}"
@@ -123,16 +124,38 @@ def _bound(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _database(section: ServeSection, folder: Path) -> str:
+def _store(section: ServeSection, folder: Path) -> Store:
+    url = f"sqlite:///{folder.resolve() / 'server.db'}"
     if section.database is not None:
-        return section.database.get_secret_value()
-    return f"sqlite:///{folder.resolve() / 'server.db'}"
+        url = section.database.get_secret_value()
+    try:
+        return Store(url)
+    except (SQLAlchemyError, ImportError) as error:  # the latter for a driver that is not installed
+        raise ConfigError(
+            f"serve.database cannot be opened ({type(error).__name__}: {str(error).splitlines()[0]}); give an SQLAlchemy"
+            " URL such as sqlite:////folder/server.db, and install the package of its driver"
+        ) from None
 
 
-def _api_key(section: ServeSection) -> str:
+def _call_file(path: str | None) -> CallFile:
+    try:
+        return CallFile(path)
+    except OSError as error:
+        raise ConfigError(
+            f"serve.calls_file={path} cannot be written ({error.strerror}); name a file in a folder that exists"
+        ) from None
+
+
+def _api_key(section: ServeSection, folder: Path) -> str:
+    """Return the configured key, or else a random one that is kept with the run, for clients that wait for a restart."""
     if section.api_key is not None:
         return section.api_key.get_secret_value()
-    return f"tml-{secrets.token_urlsafe(24)}"
+    file = folder / "api_key"
+    if not file.exists():
+        with writing(file):
+            file.touch(mode=0o600)
+            file.write_text(f"tml-{secrets.token_urlsafe(24)}")
+    return file.read_text()
 
 
 def _shown(section: ServeSection, key: str) -> str:

@@ -284,6 +284,8 @@ def decode_prompt(request: types.SampleRequest, facts: ModelFacts, request_id: s
         if not sound:
             raise RequestError(f"{name}={value} must be {rule}")
     stops = [params.stop] if isinstance(params.stop, str) else params.stop
+    stop_ids = tuple(stop for stop in stops or () if isinstance(stop, int))
+    check_ids("sampling_params.stop", np.asarray(stop_ids, object), facts)
     return Prompt(
         tokens=tokens,
         num_samples=request.num_samples,
@@ -292,7 +294,7 @@ def decode_prompt(request: types.SampleRequest, facts: ModelFacts, request_id: s
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
-        stop_ids=tuple(stop for stop in stops or () if isinstance(stop, int)),
+        stop_ids=stop_ids,
         stop_texts=tuple(stop for stop in stops or () if isinstance(stop, str)),
         stop_at_end=stops is None or len(stops) > 0,
         log_probs_from=_log_probs_from(request, len(tokens)),

@@ -137,9 +137,10 @@ def test_a_room_ends_when_its_ranks_are_lost_too_often(rooms: Rooms) -> None:
     room = rooms.start(ranks, max_restarts=1)
     end = ended(room)
     model = begin(room)
+    answer(room, room.submit(model, 1, "forward_backward", passing()))
     ranks.errors["optim_step"] = [lost(0), lost(1)]
     ranks.free.clear()
-    stepped = room.submit(model, 1, "optim_step", step(model))
+    stepped = room.submit(model, 2, "optim_step", step(model))
     waits = room.results.done(stepped)
     ranks.free.set()
     assert end.wait(10)
@@ -160,7 +161,8 @@ def test_a_room_ends_when_its_ranks_cannot_start(rooms: Rooms, errors: list[Exce
     end = ended(room)
     model = begin(room)
     ranks.errors = {"optim_step": [lost()], "restart": errors}
-    room.submit(model, 1, "optim_step", step(model))
+    room.submit(model, 1, "forward_backward", passing())
+    room.submit(model, 2, "optim_step", step(model))
     assert end.wait(10)
     assert room.failure is not None
     assert "the ranks could not start again: " in str(room.failure)

@@ -157,10 +157,25 @@ def test_a_retry_gets_the_first_result(rooms: Rooms) -> None:
     ):
         room.submit(model, 1, "optim_step", step(model))
     assert begin(room, session=model.partition(":")[0]) == model  # create_model again
-    with pytest.raises(RequestError, match=f"seq_id=None of {model} must be 0 or greater"):
+    with pytest.raises(RequestError, match=f"seq_id=None of {model} must be 0 to 9223372036854775807"):
         room.submit(model, None, "optim_step", step(model))
+    with pytest.raises(RequestError, match=f"seq_id={2**63} of {model} must be 0 to"):
+        room.submit(model, 2**63, "optim_step", step(model))
     with pytest.raises(RequestError, match="model 'nobody' does not exist"):
         room.submit("nobody", 1, "optim_step", step(model))
+
+
+def test_a_step_without_gradients_is_refused_without_the_ranks(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks)
+    model = begin(room)
+    answer(room, room.submit(model, 1, "forward_backward", passing()))
+    answer(room, room.submit(model, 2, "optim_step", step(model)))
+    with pytest.raises(
+        RequestError, match="no gradients wait for an optim_step; send forward_backward before it"
+    ):
+        answer(room, room.submit(model, 3, "optim_step", step(model)))
+    assert ranks.calls == ["begin_model", "forward_backward", "optim_step"]
 
 
 def test_a_client_without_heartbeats_loses_the_ranks(rooms: Rooms) -> None:

@@ -277,6 +277,8 @@ def test_prompts_without_a_seed_have_seeds_of_their_own() -> None:
         ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
         ({"top_k": 0}, "top_k=0 must be -1 or positive"),
         ({"num_samples": 0}, "num_samples=0 must be 1 to 4096"),
+        ({"stop": [1, 10**9]}, "sampling_params.stop has the token id 1000000000, outside of 0 to"),
+        ({"stop": [-1]}, "sampling_params.stop has the token id -1, outside of 0 to"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k=2 is not served"),
         ({"record_stability_info": True}, "record_stability_info=true is not served"),
         (

@@ -19,7 +19,7 @@ from hybridengine.errors import DataError
 from hybridengine.integrations.verl.replica import EngineServer
 from hybridengine.integrations.verl.rollout import HybridRollout, Place
 
-PLACE = Place(replica=0, position=0, node_id="node", stop_token_ids=(), max_model_tokens=64)
+PLACE = Place(replica=0, position=0, node_id="node", stop_token_ids=(), max_model_tokens=64, vocab_size=100)
 TRAINER_STEP = 11
 
 
@@ -174,10 +174,18 @@ def test_a_request_that_is_refused_does_not_disturb_others():
     async def run() -> None:
         server, rollouts = make_server()
         outputs = await asyncio.gather(
-            ask(server, [1, 2]), ask(server, [1], repetition_penalty=2.0), return_exceptions=True
+            ask(server, [1, 2]),
+            ask(server, [1], repetition_penalty=2.0),
+            ask(server, [1], stop_token_ids=[100]),
+            ask(server, [1, -1]),
+            return_exceptions=True,
         )
         assert isinstance(outputs[0], TokenOutput)
-        assert isinstance(outputs[1], DataError)
+        assert all(isinstance(output, DataError) for output in outputs[1:])
+        assert str(outputs[2]) == (
+            "the token 100 of a prompt or of stop_token_ids is unknown to the model, which has tokens 0 to 99; take"
+            " tokens of its own tokenizer"
+        )
         assert rollouts[0].events[0] == ("[1, 2]",)
         with pytest.raises(
             DataError, match=r"^images and videos are not supported by this rollout; take a text"

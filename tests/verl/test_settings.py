@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from verl.trainer.config import CheckpointConfig
 from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig, RolloutConfig
 from verl.workers.config.engine import EngineRouterReplayConfig, QATEngineConfig
 from verl.workers.config.model import MtpConfig
@@ -26,7 +27,7 @@ from hybridengine.weights.hybrid_engine import Mode
 from tests.gloo.tiny_models import write_model
 from tests.verl import rows
 
-PLACE = Place(replica=0, position=0, node_id="node", stop_token_ids=(7,), max_model_tokens=20)
+PLACE = Place(replica=0, position=0, node_id="node", stop_token_ids=(7,), max_model_tokens=20, vocab_size=100)
 ENGINE_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"expert_model_parallel_size": 2}, "expert_model_parallel_size=2 is not supported; set 1"),
     "virtual stages": (
@@ -83,6 +84,10 @@ MODEL_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"override_config": {"rope_theta": 1e6}},
         "model.override_config.rope_theta is not supported; remove it, or choose of attn_implementation",
     ),
+    "switched off": (
+        {"override_config": {"tie_word_embeddings": False}},
+        "model.override_config.tie_word_embeddings is not supported; remove it, or choose of attn_implementation",
+    ),
     "mtp": ({"mtp": MtpConfig(enable=True)}, "model.mtp.enable=True is not supported; set False"),
 }
 OPTIMIZER_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
@@ -108,6 +113,7 @@ OPTIMIZER_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 ROLLOUT_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "replicas": ({"data_parallel_size": 2}, "rollout.data_parallel_size=2 is not supported; set 1"),
     "experts": ({"expert_parallel_size": 2}, "rollout.expert_parallel_size=2 is not supported; set 1"),
+    "penalty": ({"repetition_penalty": 1.1}, "rollout.repetition_penalty=1.1 is not supported; set 1.0"),
     "quantization": ({"quantization": "fp8"}, "rollout.quantization=fp8 is not supported; set None"),
     "replay": (
         {"enable_rollout_routing_replay": True},
@@ -328,11 +334,13 @@ def test_requests_that_are_refused(params: dict[str, Any], prompt_tokens: int, m
     assert str(raised.value) == message
 
 
-def test_a_repetition_penalty_of_the_configuration_is_refused():
-    with pytest.raises(
-        DataError, match=r"^repetition_penalty=1.2 is not supported by this rollout; set 1.0$"
-    ):
-        sampling_of({}, 10, PLACE, rollout_config(repetition_penalty=1.2))
+def test_a_checkpoint_without_weights_or_optimizer_is_refused():
+    settings.check_checkpoint(CheckpointConfig(save_contents=["model", "optimizer", "hf_model"]))
+    with pytest.raises(ConfigError) as raised:
+        settings.check_checkpoint(CheckpointConfig(load_contents=["model"]))
+    assert str(raised.value) == (
+        "checkpoint.load_contents=['model'] is not supported; name model and optimizer"
+    )
 
 
 def test_a_rollout_without_an_actor_is_refused(monkeypatch: pytest.MonkeyPatch):

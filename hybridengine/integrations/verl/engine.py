@@ -58,6 +58,8 @@ class LanguageModelEngine(BaseEngine):
         self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any, **_: Any
     ) -> None:
         settings.check_engine(engine_config, model_config)
+        if not engine_config.forward_only:
+            settings.check_checkpoint(checkpoint_config)
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.grid = settings.train_grid(engine_config, dist.get_world_size())

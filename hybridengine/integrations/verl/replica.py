@@ -57,6 +57,13 @@ class EngineServer:
             raise DataError("images and videos are not supported by this rollout; take a text dataset")
         prompt = tuple(normalize_token_ids(prompt_ids))
         sampling = sampling_of(sampling_params, len(prompt), self._place, self._config)
+        # Checked here, because a call on the ranks carries the requests of many callers.
+        for token in (*prompt, *sampling.stop_token_ids):
+            if not 0 <= token < self._place.vocab_size:
+                raise DataError(
+                    f"the token {token} of a prompt or of stop_token_ids is unknown to the model, which has tokens 0 to"
+                    f" {self._place.vocab_size - 1}; take tokens of its own tokenizer"
+                )
         seed = sampling_params.get("seed")
         if seed is None:
             seed = prompt_seed(self._config.seed, self._place.replica, prompt, self._asked[prompt])

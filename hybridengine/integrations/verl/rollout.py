@@ -41,6 +41,7 @@ class Place:
     node_id: str
     stop_token_ids: tuple[int, ...]
     max_model_tokens: int
+    vocab_size: int
 
 
 class HybridRollout(BaseRollout):
@@ -59,6 +60,14 @@ class HybridRollout(BaseRollout):
             )
         plan = rollout_plan(self.config, actor.grid, actor.shape, actor.dtype)
         self._plan, self._rank, self.global_steps = plan, actor.rank, 0
+        self._vocab_size = actor.shape.vocab_size
+        if actor.rank == 0 and not plan.generation.nests:
+            logger.warning(
+                "hybridengine: generation at %s does not nest in training at %s, so some weights are held twice while"
+                " generating; choose p_g from the divisors of p and t_g from those of t",
+                plan.generation.sizes,
+                actor.grid.sizes,
+            )
         self.engine = VllmEngine(
             actor.folder,
             actor.shape,
@@ -92,6 +101,7 @@ class HybridRollout(BaseRollout):
             ray.get_runtime_context().get_node_id(),
             () if self.config.ignore_eos else stop_token_ids(self.model_config),
             self._plan.engine.max_model_tokens,
+            self._vocab_size,
         )
 
     async def resume(self, tags: list[str]) -> None:

@@ -50,6 +50,7 @@ _FIXED_ROLLOUT: dict[str, Any] = {
     "quantization": None,
     "enable_rollout_routing_replay": False,
     "logprobs_mode": "processed_logprobs",
+    "repetition_penalty": 1.0,
 }
 _OWN_ROLLOUT_KEYS = ("kv_cache_bytes",)
 """Keys of `rollout.engine_kwargs.hybridengine`."""
@@ -59,6 +60,18 @@ CPU_KV_CACHE_BYTES = 256 * 2**20
 def check_engine(engine: Any, model: Any) -> None:
     """Raise ConfigError that lists everything in a Megatron engine's and model's configuration that is not supported."""
     raise_all(_engine_problems(engine, model))
+
+
+def check_checkpoint(config: Any) -> None:
+    """Raise ConfigError unless checkpoints have weights and optimizer, as those of this project do."""
+    raise_all(
+        f"checkpoint.{name}={list(contents)} is not supported; name model and optimizer"
+        for name, contents in (
+            ("save_contents", config.save_contents),
+            ("load_contents", config.load_contents),
+        )
+        if not {"model", "optimizer"} <= set(contents)
+    )
 
 
 def _engine_problems(engine: Any, model: Any) -> Iterator[str]:
@@ -72,8 +85,10 @@ def _engine_problems(engine: Any, model: Any) -> Iterator[str]:
         yield "megatron.override_transformer_config.recompute_granularity=selective is not supported; choose full or null"
     if model.lora_rank or model.lora.get("rank"):
         yield "model.lora_rank is not supported; set 0, which trains all weights"
-    overridden = [name for name, value in model.override_config.items() if value]
+    overridden = [name for name, value in model.override_config.items() if value or name != "model_config"]
     yield from _unknown("model.override_config", overridden, ("attn_implementation",))
+    if model.hf_config_path not in (None, model.path):
+        yield f"model.hf_config_path={model.hf_config_path} is not supported; change config.json in {model.path}"
     if model.lora_adapter_path:
         yield f"model.lora_adapter_path={model.lora_adapter_path} is not supported; merge the adapter into the model"
     if model.mtp.enable:

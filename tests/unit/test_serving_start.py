@@ -1,0 +1,38 @@
+"""What a server opens before its ranks start: the database, the key and the file of calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridengine.config.sections import ServeSection
+from hybridengine.errors import ConfigError
+from hybridengine.serving.serve import _api_key, _call_file, _store
+
+
+def test_a_random_key_is_kept_for_the_next_start(tmp_path: Path) -> None:
+    key = _api_key(ServeSection(), tmp_path)
+    assert key.startswith("tml-") and len(key) > 30
+    assert _api_key(ServeSection(), tmp_path) == key
+    assert (tmp_path / "api_key").stat().st_mode & 0o777 == 0o600
+    assert _api_key(ServeSection.model_validate({"api_key": "tml-own"}), tmp_path) == "tml-own"
+
+
+@pytest.mark.parametrize(
+    "url", ["hello", "foo://x", "sqlite:////nonexistent/x.db", "postgresql://nobody@nowhere/x"]
+)
+def test_a_database_that_cannot_be_opened_is_refused(url: str, tmp_path: Path) -> None:
+    section = ServeSection.model_validate({"database": url})
+    with pytest.raises(
+        ConfigError, match=r"serve\.database cannot be opened .*; give an SQLAlchemy URL such as"
+    ):
+        _store(section, tmp_path)
+
+
+def test_a_file_of_calls_in_no_folder_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "calls.jsonl"
+    with pytest.raises(
+        ConfigError, match=r"serve\.calls_file=.* cannot be written .*; name a file in a folder"
+    ):
+        _call_file(str(path))
