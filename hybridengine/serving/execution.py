@@ -86,21 +86,9 @@ class Execution:
                 " fine-tuning"
             )
 
-    def delete_checkpoint(self, path: str, holder: str | None) -> None:
-        """Remove a checkpoint and its files; raise RequestError if a restart needs it to resume model `holder`."""
-        checkpoint = self.checkpoint(path)
-        base = self.store.replay(holder).checkpoint if holder else None
-        if base is not None and base.path == path:
-            raise RequestError(
-                f"checkpoint {path} is where model {holder} would be resumed; save another one first"
-            )
-        with self.store.transaction() as transaction:
-            transaction.delete(checkpoint)
-        shutil.rmtree(checkpoint.folder, ignore_errors=True)
-
     def checkpoint(self, path: str) -> Checkpoint:
         """Return the checkpoint at a tinker:// path; raise RequestError if there is none."""
-        found = self.store.find(Checkpoint, path)
+        found = self.store.checkpoint(path)
         if found is None:
             raise RequestError(
                 f"checkpoint {path!r} does not exist or has expired; give the path that a save returned"
@@ -222,14 +210,16 @@ class Execution:
 
     def _load_weights(self, request: Request) -> Outcome:
         message = parse(types.LoadWeightsRequest, request.body)
-        checkpoint = self.checkpoint(message.path)
-        if checkpoint.kind != "training":
-            raise RequestError(
-                f"{message.path} has weights for sampling only; load what save_weights (save_state) wrote"
-            )
-        self.ranks.load(Path(checkpoint.folder), message.optimizer)
+        if request.folder is None:  # else a restart carries it out again
+            checkpoint = self.checkpoint(message.path)
+            if checkpoint.kind != "training":
+                raise RequestError(
+                    f"{message.path} has weights for sampling only; load what save_weights (save_state) wrote"
+                )
+            request.folder = checkpoint.folder
+        self.ranks.load(Path(request.folder), message.optimizer)
         self._has_gradients = False
-        return _json({"type": "load_weights", "path": message.path, "model_id": request.owner})
+        return _json({"type": "load_weights", "path": message.path, "model_id": request.owner}, request)
 
     def _save_weights(self, request: Request) -> Outcome:
         message = parse(types.SaveWeightsRequest, request.body)
@@ -263,7 +253,7 @@ class Execution:
             )
         part = {"training": "weights", "sampler": "sampler_weights"}[kind]
         path = f"tinker://{request.owner}/{part}/{name}"
-        if not overwrite and self.store.find(Checkpoint, path) is not None:
+        if not overwrite and self.store.checkpoint(path) is not None:
             raise RequestError(
                 f"checkpoint {path} exists; choose another name, or save_weights with overwrite=true"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import shutil
 import threading
 import time
@@ -30,6 +31,7 @@ from hybridengine.serving.store import (
     Request,
     Sampler,
     Store,
+    hide,
 )
 from hybridengine.serving.turns import Limits, Turns
 
@@ -166,10 +168,16 @@ class Room:
         with self._changed:
             return self._execution.create_sampler(message)
 
+    def checkpoint(self, path: str) -> Checkpoint:
+        """Return the checkpoint at a tinker:// path; raise RequestError if there is none."""
+        return self._execution.checkpoint(path)
+
     def delete_checkpoint(self, path: str) -> None:
-        """Remove a checkpoint and its files; raise RequestError if a restart needs it."""
-        with self._changed:
-            self._execution.delete_checkpoint(path, self._turns.holder)
+        """Remove a checkpoint; its files stay until no restart needs them."""
+        self.checkpoint(path)
+        with self.store.transaction() as transaction:
+            transaction.execute(hide(path))
+        self._upkeep_s = -math.inf
 
     def submit(self, owner: str, seq_id: int | None, kind: str, body: bytes) -> str:
         """Accept a request of a model or (`sample`) of a sampler, and return its id; a retry returns the first one's.
@@ -345,22 +353,20 @@ class Room:
 
     def _advance(self, request: Request, outcome: Outcome | None) -> None:
         """Store an outcome, the rows that belong to it and the model's place in one transaction."""
-        old_folder = None  # of a checkpoint that is replaced
         with self.store.transaction() as transaction:
             model = transaction.get_one(Model, request.owner)
             model.seq_id = request.seq_id
             if outcome is not None:
                 for row in outcome.rows:
-                    replaced = transaction.get(Checkpoint, row.path) if isinstance(row, Checkpoint) else None
-                    old_folder = replaced.folder if replaced else old_folder
+                    if isinstance(row, Checkpoint):
+                        transaction.execute(hide(row.path))
+                        self._upkeep_s = -math.inf  # a restart may need fewer folders now
                     transaction.merge(row)
                 if request.kind in ("optim_step", "load_weights"):
                     model.step += 1
                 if request.kind in CHANGES:
                     model.gradients = request.kind == "forward_backward"
                 record(transaction.get_one(Request, request.id), outcome.result)
-        if old_folder is not None:
-            shutil.rmtree(old_folder, ignore_errors=True)
         self._turns.advance(request.owner, request.seq_id)
 
     def _upkeep(self) -> None:

@@ -106,15 +106,19 @@ class Request(Base):
     """Whose error it is: "user" or "server"."""
     created_s: Mapped[float] = mapped_column(default=time.time)
     done_s: Mapped[float | None]
+    folder: Mapped[str | None]
+    """Folder of the checkpoint that `load_weights` has loaded, for a restart: its path may get another one."""
 
 
 class Checkpoint(Base):
     """Saved weights, of the kind "training" (with optimizer) or "sampler"."""
 
     __tablename__ = "checkpoints"
-    path: Mapped[str] = mapped_column(primary_key=True)
+    folder: Mapped[str] = mapped_column(primary_key=True)
+    path: Mapped[str] = mapped_column(index=True)
     """`tinker://{model}/weights/{name}` or `tinker://{model}/sampler_weights/{name}`."""
-    folder: Mapped[str]
+    gone: Mapped[bool] = mapped_column(default=False)
+    """True once it is deleted, replaced or expired: clients no longer see it, but a restart may need its folder."""
     kind: Mapped[str]
     model_id: Mapped[str] = mapped_column(ForeignKey("models.id"), index=True)
     base_model: Mapped[str]
@@ -229,17 +233,20 @@ class Store:
         )
 
     def checkpoints(self, model_id: str) -> Sequence[Checkpoint]:
-        """Return the checkpoints of a model, oldest first."""
+        """Return the checkpoints of a model that clients see, oldest first."""
         return self.all(
-            select(Checkpoint).where(Checkpoint.model_id == model_id).order_by(Checkpoint.created_s)
+            select(Checkpoint)
+            .where(Checkpoint.model_id == model_id, ~Checkpoint.gone)
+            .order_by(Checkpoint.created_s)
         )
+
+    def checkpoint(self, path: str) -> Checkpoint | None:
+        """Return the checkpoint that clients see at a path."""
+        return next(iter(self.all(select(Checkpoint).where(Checkpoint.path == path, ~Checkpoint.gone))), None)
 
     def replay(self, model_id: str) -> Replay:
         """Return how a restart restores what the ranks held after the last request of a model that was carried out."""
-        resumable = [
-            each for each in self.checkpoints(model_id) if each.kind == "training" and each.resumable
-        ]
-        base = max(resumable, key=lambda each: each.seq_id, default=None)
+        base = self._restart_point(model_id)
         return Replay(
             base,
             self.all(
@@ -250,13 +257,18 @@ class Store:
             ),
         )
 
+    def _restart_point(self, model_id: str) -> Checkpoint | None:
+        resumable = (Checkpoint.model_id == model_id, Checkpoint.kind == "training", Checkpoint.resumable)
+        newest_first = select(Checkpoint).where(*resumable).order_by(Checkpoint.seq_id.desc())
+        return next(iter(self.all(newest_first.limit(1))), None)
+
     def prune(self, before_s: float) -> Sequence[Checkpoint]:
-        """Remove results and bodies of requests done before that time, and return the checkpoints that have expired.
+        """Remove results and bodies of requests done before that time, and checkpoints that are gone; return the latter.
 
         Guarantees: what a restart needs of a live model stays.
         """
         live = self.live_model()
-        base = self.replay(live.id).checkpoint if live else None
+        base = self._restart_point(live.id) if live else None
         needed = sqlalchemy.and_(
             Request.owner == (live.id if live else ""), Request.seq_id > (base.seq_id if base else -1)
         )
@@ -264,11 +276,20 @@ class Store:
             old = (Request.state != QUEUED, Request.done_s < before_s)
             transaction.execute(sqlalchemy.update(Request).where(*old).values(result=None))
             transaction.execute(sqlalchemy.update(Request).where(*old, ~needed).values(body=b""))
-            expired = transaction.scalars(select(Checkpoint).where(Checkpoint.expires_s < time.time())).all()
-            gone = [each for each in expired if base is None or each.path != base.path]
-            for each in gone:
+            expired = Checkpoint.expires_s < time.time()
+            transaction.execute(sqlalchemy.update(Checkpoint).where(expired).values(gone=True))
+            loaded = transaction.scalars(select(Request.folder).where(needed, Request.folder.is_not(None)))
+            kept = {*loaded, *([base.folder] if base else [])}
+            gone = transaction.scalars(select(Checkpoint).where(Checkpoint.gone)).all()
+            removed = [each for each in gone if each.folder not in kept]
+            for each in removed:
                 transaction.delete(each)
-        return gone
+        return removed
+
+
+def hide(path: str) -> sqlalchemy.Update:
+    """Return the statement after which clients no longer see the checkpoint at a path."""
+    return sqlalchemy.update(Checkpoint).where(Checkpoint.path == path).values(gone=True)
 
 
 def _configure_sqlite(connection: Any, _: object) -> None:

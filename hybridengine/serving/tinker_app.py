@@ -21,7 +21,7 @@ from hybridengine.serving.openai_app import WAIT_S, create_openai_app
 from hybridengine.serving.openai_texts import Tokenizer
 from hybridengine.serving.ranks import ModelFacts
 from hybridengine.serving.room import Room
-from hybridengine.serving.store import FAILED, QUEUED, Checkpoint, Model, Request, Sampler
+from hybridengine.serving.store import FAILED, QUEUED, Model, Request, Sampler
 from hybridengine.serving.tinker_wire import (
     MAX_BODY_BYTES,
     PROTOBUF,
@@ -192,7 +192,7 @@ def _add_models(api: APIRouter, room: Room, limit: int) -> None:
     @api.post("/weights_info")
     async def weights_info(call: Call) -> dict[str, Any]:
         message = parse(_WeightsInfo, await read_body(call, limit))
-        checkpoint = await run_in_threadpool(room.store.get, Checkpoint, message.tinker_path)
+        checkpoint = await run_in_threadpool(room.checkpoint, message.tinker_path)
         return {"base_model": checkpoint.base_model, "is_lora": False}
 
     @api.get("/training_runs/{model_id}/checkpoints")
