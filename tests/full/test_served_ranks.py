@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
+import ray
 import yaml
 from tinker.types import AdamParams
 
@@ -85,9 +85,8 @@ def test_the_reference_scores_as_borrowed_weights_do_and_lost_ranks_come_back(tm
         assert found.prompt_log_probs is not None
         assert drawn.log_probs[0] == pytest.approx(found.prompt_log_probs[-1], abs=1e-5)
 
-        mine = {child.pid for child in psutil.Process().children(recursive=True)}
-        pids = [pid for pid in mine if _is_rank(pid)]
-        os.kill(max(pids), signal.SIGKILL)
+        last = groups.actor.pool._processes[-1]
+        os.kill(ray.get(last.__ray_call__.remote(lambda process: os.getpid()), timeout=60), signal.SIGKILL)
         with pytest.raises(RanksLostError, match="died on rank"):
             train_step(ranks)
         ranks.restart()
@@ -95,9 +94,3 @@ def test_the_reference_scores_as_borrowed_weights_do_and_lost_ranks_come_back(tm
         train_step(ranks)
         (again,) = ranks.sample([SCORED], "live")
         np.testing.assert_array_equal(again.prompt_log_probs, live.prompt_log_probs)
-
-
-def _is_rank(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return "RankProcess" in " ".join(psutil.Process(pid).cmdline())
-    return False
