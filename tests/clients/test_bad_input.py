@@ -123,7 +123,7 @@ def test_a_seq_id_that_goes_backwards_is_refused(server: Server, session: str) -
     assert result(server, answer["request_id"])["path"].endswith("/weights/one")
     for seq_id, rule in (
         (1, f"seq_id=1 of {model} is a request of the kind save_weights, and now of optim_step"),
-        (-1, f"seq_id=-1 of {model} must be 0 or greater"),
+        (-1, f"seq_id=-1 of {model} must be 0 to {2**63 - 1}"),
     ):
         body = {"model_id": model, "seq_id": seq_id, "adam_params": {"learning_rate": 1e-3}}
         status, refusal = call(server, "/api/v1/optim_step", body)
