@@ -108,7 +108,7 @@ class Algorithm(Section):
 
 
 class ServedAlgorithm(Algorithm):
-    """What a server has in place of an algorithm: its clients train the actor with losses and steps of their own."""
+    """Algorithm of a server's configuration: its clients train the actor with losses and steps of their own."""
 
     roles = ("actor",)
 
@@ -118,7 +118,7 @@ class ServedAlgorithm(Algorithm):
 
 
 class ServedWithReference(ServedAlgorithm):
-    """The same with `serve.reference`."""
+    """Algorithm of a server with `serve.reference`."""
 
     roles = ("actor", "reference")
 

@@ -1,4 +1,4 @@
-"""What every process that imports verl loads (entry point `verl.plugins`): a CPU platform and, on ranks, the engine.
+"""Entry point `verl.plugins`, loaded by every process that imports verl: a CPU platform and, on ranks, the engine.
 
 verl chooses a platform when it is imported, and an engine for a value model before it imports `model.external_lib`.
 Loading this module is cheap where neither is needed.

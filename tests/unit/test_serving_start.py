@@ -1,4 +1,4 @@
-"""What a server opens before its ranks start: the database, the key and the file of calls."""
+"""Database, key and file of calls, which a server opens before its ranks start."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Step:
-    """What verl's worker is told by an engine on a rank."""
+    """Values that an engine gives to verl on a rank."""
 
     replica: int
     is_source: bool

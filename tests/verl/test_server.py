@@ -15,7 +15,7 @@ from verl.workers.config import RolloutConfig
 from verl.workers.rollout.replica import TokenOutput
 
 from hybridengine.backends.engine import Request, Response
-from hybridengine.errors import DataError
+from hybridengine.errors import ConfigError, DataError
 from hybridengine.integrations.verl.replica import EngineServer
 from hybridengine.integrations.verl.rollout import HybridRollout, Place
 
@@ -213,5 +213,5 @@ def test_sleep_waits_for_the_responses_under_way():
 
 def test_asynchronous_trainers_are_refused():
     server, _ = make_server()
-    with pytest.raises(NotImplementedError, match=r"set trainer\.v1\.trainer_mode=sync$"):
+    with pytest.raises(ConfigError, match=r"set trainer\.v1\.trainer_mode=sync$"):
         asyncio.run(server.abort_all_requests())

@@ -18,8 +18,8 @@ from verl.workers.config.model import MtpConfig
 from hybridengine.errors import CheckpointError, ConfigError, DataError, StorageError, TopologyError
 from hybridengine.integrations.verl import settings
 from hybridengine.integrations.verl.engine import LanguageModelEngine
-from hybridengine.integrations.verl.replica import HybridReplica, sampling_of
-from hybridengine.integrations.verl.rollout import HybridRollout, Place, stop_token_ids
+from hybridengine.integrations.verl.replica import HybridReplica
+from hybridengine.integrations.verl.rollout import HybridRollout, stop_token_ids
 from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
@@ -27,7 +27,6 @@ from hybridengine.weights.hybrid_engine import Mode
 from tests.gloo.tiny_models import write_model
 from tests.verl import rows
 
-PLACE = Place(replica=0, position=0, node_id="node", stop_token_ids=(7,), max_model_tokens=20, vocab_size=100)
 ENGINE_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"expert_model_parallel_size": 2}, "expert_model_parallel_size=2 is not supported; set 1"),
     "virtual stages": (
@@ -287,53 +286,6 @@ def test_the_cache_gets_what_weights_leave_of_a_gpu(folder: Path, monkeypatch: p
     )
 
 
-def test_sampling_settings_of_verls_parameters():
-    params = {
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "top_k": -1,
-        "logprobs": True,
-        "repetition_penalty": 1.0,
-        "seed": 4,
-    }
-    found = sampling_of({**params, "min_p": None}, 10, PLACE, rollout_config())
-    assert (found.temperature, found.top_p, found.top_k, found.min_p) == (0.7, 0.9, 0, 0.0)
-    assert (found.max_tokens, found.stop_token_ids) == (8, (7,))
-    # A prompt that is longer than the configuration foresees leaves fewer tokens; a request may ask for fewer, too.
-    assert sampling_of(params, 15, PLACE, rollout_config()).max_tokens == 5
-    assert sampling_of({"max_tokens": 3, "stop_token_ids": [9]}, 10, PLACE, rollout_config()).max_tokens == 3
-    assert sampling_of({"max_new_tokens": 99}, 10, PLACE, rollout_config()).max_tokens == 10
-    found = sampling_of({"top_k": 5, "stop_token_ids": [9]}, 10, PLACE, rollout_config())
-    assert (found.top_k, found.stop_token_ids) == (5, (7, 9))
-
-
-@pytest.mark.parametrize(
-    ("params", "prompt_tokens", "message"),
-    [
-        (
-            {"repetition_penalty": 1.1},
-            10,
-            "repetition_penalty=1.1 is not supported by this rollout; set 1.0",
-        ),
-        (
-            {"presence_penalty": 0.5},
-            10,
-            "the sampling parameter 'presence_penalty' is not supported by this rollout; leave it out",
-        ),
-        (
-            {},
-            20,
-            "a prompt of 20 tokens leaves no room in rollout.max_model_len=20; raise it, or shorten prompts"
-            " (data.max_prompt_length)",
-        ),
-    ],
-)
-def test_requests_that_are_refused(params: dict[str, Any], prompt_tokens: int, message: str):
-    with pytest.raises(DataError) as raised:
-        sampling_of(params, prompt_tokens, PLACE, rollout_config())
-    assert str(raised.value) == message
-
-
 def test_a_checkpoint_without_weights_or_optimizer_is_refused():
     settings.check_checkpoint(CheckpointConfig(save_contents=["model", "optimizer", "hf_model"]))
     with pytest.raises(ConfigError) as raised:
@@ -380,7 +332,7 @@ def test_tokens_that_end_a_response():
 
 def test_ranks_of_their_own_are_refused():
     replica: Any = None
-    with pytest.raises(NotImplementedError) as raised:
+    with pytest.raises(ConfigError) as raised:
         asyncio.run(HybridReplica.launch_servers(replica))
     assert str(raised.value) == (
         "rollout.name=hybridengine generates on the ranks of the actor alone, not on ranks of its own, such as those of"

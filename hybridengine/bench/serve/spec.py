@@ -16,7 +16,7 @@ WARM_UP_ROUNDS = 2
 STEP = "step"
 TOGETHER = "samples together"
 KINDS = ("asample", TOGETHER, "compute_logprobs", "forward_backward", "optim_step", STEP)
-"""What is measured in each round, in turn. A step asks for all samples together, then sends forward_backward and
+"""Kinds of requests, in the order of a round. A step asks for all samples together, then sends forward_backward and
 optim_step without waiting between the two."""
 
 
@@ -49,7 +49,7 @@ class Timing:
     sdk_s: float
     """From the SDK's call to its result."""
     ranks_s: float
-    """Of it, in calls on the ranks."""
+    """Part of `sdk_s` that calls on the ranks take."""
     num_switches: int
     """Switches to generation."""
     num_calls: int

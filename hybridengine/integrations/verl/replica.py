@@ -17,7 +17,7 @@ from verl.utils import normalize_token_ids
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutput
 
 from hybridengine.backends.engine import Request, Response, SamplingSettings
-from hybridengine.errors import DataError
+from hybridengine.errors import ConfigError, DataError
 from hybridengine.integrations.verl.rollout import Place, advance_here, place_here, to_train_here
 
 STEPS_PER_CALL = 8
@@ -119,7 +119,7 @@ class EngineServer:
         """Do nothing: a switch leaves no keys and values of older weights."""
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        raise NotImplementedError(
+        raise ConfigError(
             "asynchronous trainers of verl need a second copy of the weights; set trainer.v1.trainer_mode=sync"
         )
 
@@ -187,7 +187,7 @@ class HybridReplica(RolloutReplica):
         self._server_address = f"hybridengine-{self.replica_rank}"  # a name: there is no HTTP server
 
     async def launch_servers(self) -> None:
-        raise NotImplementedError(
+        raise ConfigError(
             "rollout.name=hybridengine generates on the ranks of the actor alone, not on ranks of its own, such as those"
             " of a reward model, a teacher, or an asynchronous trainer; choose another rollout for these"
         )
