@@ -169,9 +169,7 @@ def latencies(answers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def weights_digest(server: ServerProcess, path: str) -> str:
     """Return the SHA-256 of weights that the server has saved under a tinker:// path."""
-    model_id, kind, name = path.removeprefix("tinker://").split("/")
-    (folder,) = (server.run_folder / "checkpoints" / model_id.replace(":", "-") / kind).glob(f"{name}-seq*")
-    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    return hashlib.sha256((server.saved(path) / "model.safetensors").read_bytes()).hexdigest()
 
 
 def growth(

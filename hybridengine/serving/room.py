@@ -38,8 +38,8 @@ from hybridengine.serving.turns import Limits, Turns
 logger = logging.getLogger(__name__)
 
 UPKEEP_S = 60.0
-QUIET_GAPS = 4
-"""Sampling requests that arrive together are complete after this many times the longest pause between two of them."""
+POLL_S = 0.001
+"""Time between two looks whether a sampling request has been received."""
 
 
 class Room:
@@ -79,9 +79,8 @@ class Room:
         self._closing = False
         self._turns = Turns(store, self.results, self._limits)
         self._samples: list[str] = []
-        self._arriving = (
-            0  # sampling requests that are being received; the connections' thread alone changes it
-        )
+        self._sample_s = -math.inf  # time of the last one
+        self._arriving = 0  # those that are being received; the connections' thread alone changes it
         self._upkeep_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="room", daemon=True)
 
@@ -202,8 +201,7 @@ class Room:
                 return request.id
             if kind == "sample":
                 self.store.session(self.store.get(Sampler, owner).session_id)
-                self.store.add(request)
-                self._samples.append(request.id)
+                self._add_samples(request)
             else:
                 self._turns.check(owner, seq_id)
                 self.store.add(request)
@@ -231,10 +229,14 @@ class Room:
             for key in [f"prompt:{uuid.uuid4().hex}"]
         ]
         with self._changed:
-            self.store.add(*requests)
-            self._samples += [request.id for request in requests]
+            self._add_samples(*requests)
             self._changed.notify_all()
         return [request.id for request in requests]
+
+    def _add_samples(self, *requests: Request) -> None:
+        self.store.add(*requests)
+        self._samples += [request.id for request in requests]
+        self._sample_s = time.monotonic()
 
     def withdraw(self, request_ids: Sequence[str], reason: str) -> None:
         """Fail those of the prompts that are not being carried out yet."""
@@ -297,14 +299,12 @@ class Room:
 
     def _collect(self) -> list[str]:
         """Return all sampling requests, after a wait for those that arrive at the same time."""
-        end_s, quiet_s = time.monotonic() + self._limits.collect_s, self._limits.quiet_s
+        end_s = time.monotonic() + self._limits.collect_s
         while self._samples and not self._closing and (now_s := time.monotonic()) < end_s:
-            number = len(self._samples)
-            if self._changed.wait_for(lambda n=number: len(self._samples) > n, min(quiet_s, end_s - now_s)):
-                # a busy machine sends them with pauses
-                quiet_s = max(quiet_s, QUIET_GAPS * (time.monotonic() - now_s))
-            elif not self._arriving:
+            rest_s = self._sample_s + self._limits.quiet_s - now_s
+            if rest_s <= 0 and not self._arriving:
                 break
+            self._changed.wait(min(max(rest_s, POLL_S), end_s - now_s))
         if self._closing:
             return []
         collected, self._samples = self._samples, []

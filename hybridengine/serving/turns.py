@@ -32,8 +32,8 @@ class Limits:
     """Age of the last heartbeat after which another session may take the ranks; clients send one every 10 seconds."""
     turn_s: float = 600.0
     """Longest wait of a model for the ranks."""
-    quiet_s: float = 0.02
-    """Time without a new sampling request after which those that are there are carried out together, at least."""
+    quiet_s: float = 0.05
+    """Time without a new sampling request after which those that are there are carried out together."""
     collect_s: float = 1.0
     """Longest wait for more sampling requests."""
     keep_results_s: float = 3600.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.servers import ROOT, server_environment
+from tests.clients.servers import ROOT
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -20,7 +20,6 @@ def test_nothing_is_lost_when_the_server_is_killed_under_load(tmp_path: Path) ->
     done = subprocess.run(
         [sys.executable, ROOT / "scripts/load_server.py", *options],
         cwd=ROOT,
-        env=server_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.clients.sdk_calls import LOSSES
-from tests.clients.servers import ROOT, START_S, Server, finish, result_of, server_environment
+from tests.clients.servers import ROOT, START_S, Server, finish, result_of
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -24,9 +24,7 @@ END = 3
 
 def saved_weights(server: Server, path: str) -> dict[str, torch.Tensor]:
     """Return the weights that a server has saved under a tinker:// path."""
-    model_id, kind, name = path.removeprefix("tinker://").split("/")
-    (folder,) = (server.checkpoints / model_id.replace(":", "-") / kind).glob(f"{name}-seq*")
-    return load_file(folder / "model.safetensors")
+    return load_file(server.saved(path) / "model.safetensors")
 
 
 def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
@@ -43,7 +41,6 @@ def test_a_step_through_the_server_equals_one_on_ranks_driven_in_process(
     subprocess.run(
         [sys.executable, "-m", "tests.clients.step_on_ranks", server.config, tmp_path],
         cwd=ROOT,
-        env=server_environment(),
         check=True,
         timeout=START_S,
     )

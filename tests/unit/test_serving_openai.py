@@ -13,17 +13,13 @@ import httpx
 import numpy as np
 import openai
 import pytest
-import uvicorn
 from tinker import types
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hybridengine.serving.room import Limits, Room
-from hybridengine.serving.store import Store
-from hybridengine.serving.tinker_app import create_app
+from tests.unit.serving_http import KEY, HttpServer
 from tests.unit.serving_ranks import TableRanks, log_softmax
 
-KEY = "tml-test"
 TOKENS = ["<|x|>", "<|user|>", "a", "b", "c", "d", "e", "Ġ"]
 """Token ids 0 to 7; Ġ is the byte-level alphabet's space."""
 TEMPLATE = (
@@ -45,22 +41,12 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-class Server:
-    """A server on a free port whose ranks continue a with b, b with c and so on, once a model has been trained."""
+class Server(HttpServer):
+    """A server whose ranks continue a with b, b with c and so on, once a model has been trained."""
 
     def __init__(self, folder: Path, wait_s: float = 600.0) -> None:
         self.ranks = TableRanks(texts=["", "", "a", "b", "c", "d", "e", " "])
-        self.store = Store(f"sqlite:///{folder}/server.db")
-        self.room = Room(self.ranks, self.store, folder / "checkpoints", Limits(quiet_s=0.05))
-        app = create_app(self.room, KEY, tokenizer=tiny_tokenizer(), wait_s=wait_s)
-        self._server = uvicorn.Server(
-            uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1)
-        )
-        self._thread = threading.Thread(target=self._server.run)
-        self._thread.start()
-        while not self._server.started:
-            time.sleep(0.005)
-        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+        super().__init__(folder, self.ranks, quiet_s=0.05, tokenizer=tiny_tokenizer(), wait_s=wait_s)
         self.client = self.client_with(KEY)
 
     def client_with(self, key: str) -> openai.OpenAI:
@@ -80,9 +66,7 @@ class Server:
 
     def stop(self) -> None:
         self.client.close()
-        self._server.should_exit = True
-        self._thread.join()
-        self.store.close()
+        super().stop()
 
 
 @pytest.fixture

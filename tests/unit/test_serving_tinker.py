@@ -17,41 +17,18 @@ import numpy as np
 import pytest
 import tinker
 import torch
-import uvicorn
 from tinker import types
 
 from hybridengine.errors import RanksLostError
 from hybridengine.serving.ranks import LossRow
-from hybridengine.serving.room import Limits, Room
-from hybridengine.serving.store import Request, Store
-from hybridengine.serving.tinker_app import create_app
+from hybridengine.serving.store import Request
 from hybridengine.serving.tinker_wire import MAX_BODY_BYTES
+from tests.unit.serving_http import KEY, HttpServer
 from tests.unit.serving_ranks import VOCABULARY, TableRanks, log_softmax
 
-KEY = "tml-test"
 
-
-class Server:
-    """A server on a free port, with a database and checkpoints in `folder`."""
-
-    def __init__(self, folder: Path, ranks: TableRanks, *, port: int = 0, hold_s: float = 40.0) -> None:
-        self.store = Store(f"sqlite:///{folder}/server.db")
-        self.room = Room(ranks, self.store, folder / "checkpoints", Limits(quiet_s=0.01))
-        app = create_app(self.room, KEY, hold_s=hold_s)
-        self._server = uvicorn.Server(
-            uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1)
-        )
-        self._thread = threading.Thread(target=self._server.run)
-        self._thread.start()
-        while not self._server.started:
-            time.sleep(0.005)
-        self.port: int = self._server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join()
-        self.store.close()
+class Server(HttpServer):
+    """A server for clients of the Tinker SDK."""
 
     @contextlib.contextmanager
     def client(self) -> Iterator[tinker.ServiceClient]:

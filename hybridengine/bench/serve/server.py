@@ -44,31 +44,39 @@ class ServerProcess:
     """A server at a port of its own with its files in `folder`; `start` after `kill` is a restart.
 
     Args:
-        sections: configuration, without `run` and `serve`.
+        sections: configuration, without `run` and without what `serve` gets here.
         timeout_s: longest start.
     """
 
     def __init__(self, folder: Path, sections: Mapping[str, Any], timeout_s: float) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port: int = free.getsockname()[1]
-        self.url, self.folder = f"http://127.0.0.1:{port}", folder
+            self.port: int = free.getsockname()[1]
+        self.url, self.folder = f"http://127.0.0.1:{self.port}", folder
         self.log = folder / "server.log"
         self._timeout_s, self._calls, self._read_bytes = timeout_s, folder / "calls.jsonl", 0
         self._process: psutil.Popen | None = None
         folder.mkdir(parents=True)
-        serve = {"port": port, "api_key": KEY, "model_name": MODEL, "calls_file": str(self._calls)}
+        serve = {"port": self.port, "api_key": KEY, "model_name": MODEL, "calls_file": str(self._calls)}
+        serve |= sections.get("serve", {})
         written = {**sections, "run": {"name": "serve", "folder": str(folder)}, "serve": serve}
-        (folder / "serve.yaml").write_text(json.dumps(written))  # JSON is YAML
+        self.config = folder / "serve.yaml"
+        self.config.write_text(json.dumps(written))  # JSON is YAML
 
     @property
     def run_folder(self) -> Path:
         """Folder of the database and the checkpoints."""
         return self.folder / "serve"
 
+    def saved(self, path: str) -> Path:
+        """Return the folder of the checkpoint at a tinker:// path."""
+        model_id, kind, name = path.removeprefix("tinker://").split("/")
+        (folder,) = (self.run_folder / "checkpoints" / model_id.replace(":", "-") / kind).glob(f"{name}-seq*")
+        return folder
+
     def start(self) -> None:
         """Start the server and wait until it answers; raise WorkerError or WorkerTimeoutError with the end of its log."""
-        command = [sys.executable, "-m", "hybridengine.cli.main", "serve", str(self.folder / "serve.yaml")]
+        command = [sys.executable, "-m", "hybridengine.cli.main", "serve", str(self.config)]
         with self.log.open("ab") as log:
             # A session of its own: Ctrl-C reaches this process, which then ends the server.
             self._process = psutil.Popen(
@@ -116,17 +124,18 @@ class ServerProcess:
         if self._process is not None:
             self._process.wait()
 
-    def stop(self) -> None:
-        """Ask the server to end, as a user does; kill what is left of it."""
-        family = self.processes()
+    def stop(self) -> int | None:
+        """Ask the server to end, as a user does, and kill what is left of it; return its status, None if it was killed."""
+        family, status = self.processes(), None
         if self._process is not None:
             self._process.terminate()
             with contextlib.suppress(psutil.TimeoutExpired, subprocess.TimeoutExpired):
-                self._process.wait(END_S)
+                status = self._process.wait(END_S)
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(family, timeout=END_S)
+        return status
 
     def take_calls(self) -> RankCalls:
         """Return the calls on the ranks that have ended since the last time."""
