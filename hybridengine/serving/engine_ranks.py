@@ -25,7 +25,7 @@ from hybridengine.checkpoints.folders import FileList, read_kept
 from hybridengine.checkpoints.making import ROLE_FILES
 from hybridengine.config.sections import OptimizerSection
 from hybridengine.controller.calls import Future
-from hybridengine.controller.failures import failure_signature, is_passing
+from hybridengine.controller.failures import failure_signature, is_passing, is_unforeseen
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.errors import CheckpointError, DataError, RanksLostError, RequestError, WorkerError
 from hybridengine.rows.micro_batches import with_empty_rows
@@ -61,7 +61,7 @@ def _tells_of_loss(method: Callable[P, T]) -> Callable[P, T]:
         except (WorkerError, RayError) as error:
             if not is_passing(error):
                 raise
-            raise RanksLostError(str(error), failure_signature(error)) from error
+            raise RanksLostError(str(error), failure_signature(error), is_unforeseen(error)) from error
 
     return telling
 
