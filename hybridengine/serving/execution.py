@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter
 from tinker import types
 
-from hybridengine.errors import RanksLostError, RequestError
+from hybridengine.errors import HybridEngineError, RanksLostError, RequestError
 from hybridengine.serving.ranks import Prompt, Ranks, Weights
 from hybridengine.serving.store import Base, Checkpoint, Model, Request, Sampler, Store
 from hybridengine.serving.tinker_wire import (
@@ -206,7 +206,10 @@ class Execution:
             raise RequestError("no gradients wait for an optim_step; send forward_backward before it")
         metrics = self.ranks.optim_step(adam)
         self._has_gradients = False
-        return _json({"metrics": {name: float(value) for name, value in metrics.items()}})
+        # a skipped step has no norm of gradients, and JSON no NaN
+        return _json(
+            {"metrics": {name: float(value) for name, value in metrics.items() if math.isfinite(value)}}
+        )
 
     def _load_weights(self, request: Request) -> Outcome:
         message = parse(types.LoadWeightsRequest, request.body)
@@ -285,4 +288,9 @@ def sampler_id(session_id: str, seq_id: int) -> str:
 
 
 def _json(result: Mapping[str, Any], *rows: Base) -> Outcome:
-    return Outcome(json.dumps(result).encode(), rows)
+    try:
+        return Outcome(json.dumps(result, allow_nan=False).encode(), rows)
+    except ValueError:
+        raise HybridEngineError(
+            f"the result {result} has a number that is not finite, which JSON cannot hold; report this error of the server"
+        ) from None
