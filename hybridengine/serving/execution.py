@@ -106,8 +106,13 @@ class Execution:
             sampler = Sampler(id=key, session_id=message.session_id, base_model=self.ranks.facts.name)
             if message.model_path is not None:
                 checkpoint = self.checkpoint(message.model_path)
+                if checkpoint.kind != "sampler":
+                    raise RequestError(
+                        f"{checkpoint.path} has weights for training, which cannot be sampled from; give the path that"
+                        " save_weights_for_sampler returned"
+                    )
                 sampler.model_id, sampler.step = checkpoint.model_id, checkpoint.step
-                sampler.checkpoint = checkpoint.path
+                sampler.checkpoint, sampler.folder = checkpoint.path, checkpoint.folder
             self.store.add(sampler)
         return key
 
@@ -172,8 +177,14 @@ class Execution:
         live = holder if holder is not None and holder.id == sampler.model_id else None
         if live is not None and sampler.step in (None, live.step):
             return "live"
-        if sampler.checkpoint is not None:
-            return Path(self.checkpoint(sampler.checkpoint).folder)
+        if sampler.folder is not None:
+            saved = self.store.find(Checkpoint, sampler.folder)
+            if saved is None or saved.gone:
+                raise RequestError(
+                    f"sampler {sampler.id} holds weights of {sampler.checkpoint} that have been deleted or have expired;"
+                    " create a sampling client from another checkpoint"
+                )
+            return Path(sampler.folder)
         if live is not None and newest:
             return "live"
         held = "newest weights" if sampler.step is None else f"weights of step {sampler.step}"
@@ -292,5 +303,5 @@ def _json(result: Mapping[str, Any], *rows: Base) -> Outcome:
         return Outcome(json.dumps(result, allow_nan=False).encode(), rows)
     except ValueError:
         raise HybridEngineError(
-            f"the result {result} has a number that is not finite, which JSON cannot hold; report this error of the server"
+            f"the result {result} has a number that is not finite, which JSON cannot hold; report this as a bug"
         ) from None

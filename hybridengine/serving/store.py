@@ -82,6 +82,9 @@ class Sampler(Base):
     step: Mapped[int | None]
     """Step of the model whose weights are meant; None for its newest."""
     checkpoint: Mapped[str | None]
+    """Path of the checkpoint whose weights are meant, for clients."""
+    folder: Mapped[str | None]
+    """Folder of that checkpoint: its path may get another one."""
 
 
 class Request(Base):

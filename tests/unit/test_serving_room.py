@@ -217,6 +217,40 @@ def test_samplers_that_move_with_the_model(rooms: Rooms) -> None:
     assert answer(room, room.submit(snapshot, 1, "sample", prompt()))
 
 
+def from_checkpoint(room: Room, path: str) -> str:
+    """Create a sampler from a checkpoint and return its id."""
+    message = types.CreateSamplingSessionRequest(
+        session_id=room.create_session({}), sampling_session_seq_id=0, model_path=path
+    )
+    return room.create_sampler(message)
+
+
+def test_a_sampler_of_a_deleted_checkpoint_does_not_get_its_successor(rooms: Rooms) -> None:
+    room = rooms.start(TableRanks())
+    model = begin(room)
+    path = answer(room, room.submit(model, 1, "save_weights_for_sampler", save(model, path="a")))["path"]
+    first = from_checkpoint(room, path)
+    answer(room, room.submit(model, 2, "forward_backward", passing()))
+    answer(room, room.submit(model, 3, "optim_step", step(model)))
+    drawn = answer(room, room.submit(first, 0, "sample", prompt()))
+    room.delete_checkpoint(path)
+    answer(room, room.submit(model, 4, "save_weights_for_sampler", save(model, path="a")))
+    with pytest.raises(RequestError, match=f"sampler {first} holds weights of {path} that have been deleted"):
+        answer(room, room.submit(first, 1, "sample", prompt()))
+    second = from_checkpoint(room, path)
+    assert answer(room, room.submit(second, 0, "sample", prompt())) != drawn
+
+
+def test_a_training_checkpoint_is_not_sampled(rooms: Rooms) -> None:
+    room = rooms.start(TableRanks())
+    model = begin(room)
+    path = answer(room, room.submit(model, 1, "save_weights", save(model)))["path"]
+    with pytest.raises(
+        RequestError, match=f"{path} has weights for training, .* that save_weights_for_sampler"
+    ):
+        from_checkpoint(room, path)
+
+
 def test_a_prompt_that_the_ranks_refuse_fails_alone(rooms: Rooms) -> None:
     ranks = TableRanks()
     room = rooms.start(ranks, quiet_s=0.5)
