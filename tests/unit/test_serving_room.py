@@ -178,6 +178,36 @@ def test_a_step_without_gradients_is_refused_without_the_ranks(rooms: Rooms) -> 
     assert ranks.calls == ["begin_model", "forward_backward", "optim_step"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"learning_rate": 1e38}, r"learning_rate=1e\+38 must be 0 to 1: a step of Adam"),
+        ({"learning_rate": -1e-3}, "learning_rate=-0.001 must be 0 to 1"),
+        ({"beta2": 1.0}, "beta2=1.0 must be at least 0 and below 1"),
+        ({"beta2": 0.0, "eps": 0.0}, r"eps=0.0 must be 1.175494e-38 to 3.402823e\+38, float32's range"),
+        ({"eps": 1e-50}, "eps=1e-50 must be 1.175494e-38 to"),
+        ({"grad_clip_norm": 1e39}, r"grad_clip_norm=1e\+39 must be 0 to 3.402823e\+38, the largest float32"),
+        (
+            {"learning_rate": 0.1, "weight_decay": 11.0},
+            "learning_rate=0.1 times weight_decay=11.0 must be at most 1",
+        ),
+    ],
+)
+def test_steps_that_make_weights_useless_are_refused(
+    rooms: Rooms, settings: dict[str, float], message: str
+) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks)
+    model = begin(room)
+    answer(room, room.submit(model, 1, "forward_backward", passing()))
+    body = json.dumps({"model_id": model, "adam_params": settings}).encode()
+    stepped = room.submit(model, 2, "optim_step", body)
+    with pytest.raises(RequestError, match=message):
+        answer(room, stepped)
+    assert rooms.store.get(Request, stepped).category == "user"
+    assert ranks.calls == ["begin_model", "forward_backward"]
+
+
 def test_a_client_without_heartbeats_loses_the_ranks(rooms: Rooms) -> None:
     ranks = TableRanks()
     room = rooms.start(ranks)

@@ -35,7 +35,7 @@ CLIENT_INPUTS: Mapping[str, ClientInputs] = {
     "gspo": ClientInputs((*POLICY_COLUMNS, "sequence_ratio_mask"), _thresholds(1 - 3e-4, 1 + 4e-4)),
 }
 """Name of a loss in the API -> its inputs."""
-FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+FLOAT32_MAX, FLOAT32_TINY = (2 - 2**-23) * 2.0**127, 2.0**-126
 LOSS_COLUMNS = tuple(dict.fromkeys(name for inputs in CLIENT_INPUTS.values() for name in inputs.columns))
 """Columns of all losses."""
 
