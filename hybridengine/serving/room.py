@@ -189,7 +189,7 @@ class Room:
             )
         request = Request(id=f"{owner}:{seq_id}", owner=owner, seq_id=seq_id, kind=kind, body=body)
         with self._changed:
-            known = self.store.find(Request, request.id)
+            known = self.store.accepted(request.id)
             if known is not None:
                 if known.kind != kind:
                     raise RequestError(

@@ -445,6 +445,11 @@ def test_old_results_go_and_what_a_restart_needs_stays(rooms: Rooms) -> None:
     assert rooms.store.checkpoints(model) == []
     assert (rooms.store.get(Request, drawn).body, rooms.store.get(Request, drawn).result) == (b"", None)
     assert (rooms.store.get(Request, last).body, rooms.store.get(Request, last).result) == (passing(), None)
+    removed = "is done and its result has been removed, and it is not carried out again"
+    with pytest.raises(RequestError, match=f"request {last} {removed}"):
+        room.submit(model, 4, "forward_backward", passing())
+    with pytest.raises(RequestError, match=f"request {model}:0 {removed}"):
+        begin(room, session=model.partition(":")[0])
 
 
 def test_a_room_that_has_broken_says_so(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
