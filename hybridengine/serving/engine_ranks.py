@@ -133,6 +133,7 @@ class EngineRanks:
     @_tells_of_loss
     def save(self, folder: Path) -> None:
         """Write weights and optimizer to `folder`, which does not exist."""
+        self._check_weights()
         folder.mkdir(parents=True)
         refused = self._actor.begin_save(str(folder)).get()[0]
         if refused is not None:
@@ -148,8 +149,17 @@ class EngineRanks:
     @_tells_of_loss
     def save_sampler(self, folder: Path) -> None:
         """Write the weights to `folder` as a Hugging Face checkpoint."""
+        self._check_weights()
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._actor.export_model(str(folder), str(self._config.companions_folder)).wait()
+
+    def _check_weights(self) -> None:
+        for name in self._actor.unsound_weight().get():
+            if name is not None:
+                raise RequestError(
+                    f"the weight {name} has values that are not finite, so that nobody could use what is saved; load an"
+                    " earlier checkpoint, and train with a lower learning rate"
+                )
 
     @_tells_of_loss
     def load(self, folder: Path, optimizer: bool) -> None:
