@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 UPKEEP_S = 60.0
 POLL_S = 0.001
-"""Time between two looks whether a sampling request has been received."""
+"""Time between two looks whether a sampling request has been stored."""
 
 
 class Room:
@@ -80,7 +80,7 @@ class Room:
         self._turns = Turns(store, self.results, self._limits)
         self._samples: list[str] = []
         self._sample_s = -math.inf  # time of the last one
-        self._arriving = 0  # those that are being received; the connections' thread alone changes it
+        self._arriving = 0  # those that are being checked and stored; the connections' thread alone changes it
         self._upkeep_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="room", daemon=True)
 

@@ -241,8 +241,8 @@ def _add_sampling(api: APIRouter, room: Room, limit: int) -> None:
 
     @api.post("/asample")
     async def asample(call: Call) -> dict[str, Any]:
+        body = await read_body(call, limit)
         with room.arriving():
-            body = await read_body(call, limit)
             message = parse(types.SampleRequest, body)
             if message.sampling_session_id is None:
                 raise RequestError("asample has no sampling_session_id; create a sampling session first")

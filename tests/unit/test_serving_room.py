@@ -242,7 +242,7 @@ def test_samples_that_arrive_with_pauses_are_drawn_together(rooms: Rooms) -> Non
     assert ranks.calls == ["begin_model", "sample 3 live"]
 
 
-def test_samples_wait_for_one_that_is_being_received(rooms: Rooms) -> None:
+def test_samples_wait_for_one_that_is_being_stored(rooms: Rooms) -> None:
     ranks = TableRanks()
     room = rooms.start(ranks, collect_s=60)
     sampling = sampler(room, begin(room), 1)

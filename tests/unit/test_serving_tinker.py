@@ -20,6 +20,7 @@ import torch
 from tinker import types
 
 from hybridengine.errors import RanksLostError
+from hybridengine.serving import bodies
 from hybridengine.serving.ranks import LossRow
 from hybridengine.serving.store import Request
 from hybridengine.serving.tinker_wire import MAX_BODY_BYTES
@@ -270,6 +271,33 @@ def test_calls_that_are_refused(server: Server) -> None:
         with contextlib.suppress(ConnectionError):  # the server need not read to the end
             connection.request("POST", "/api/v1/asample", endless, {"X-API-Key": KEY}, encode_chunked=True)
         assert connection.getresponse().status == 413
+
+
+@contextlib.contextmanager
+def stalled_upload(server: Server, path: str) -> Iterator[http.client.HTTPConnection]:
+    """Send one of 100 bytes."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)) as connection:
+        connection.request("POST", f"/api/v1/{path}", b"{", {"X-API-Key": KEY, "Content-Length": "100"})
+        yield connection
+
+
+def test_a_stalled_upload_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "ARRIVAL_S", 0.1)
+    with stalled_upload(server, "asample") as connection:
+        answer = connection.getresponse()
+        assert (answer.status, answer.headers["Connection"]) == (408, "close")
+        assert "1 bytes of the body have arrived within 0 s" in answer.read().decode()
+
+
+def test_samples_do_not_wait_for_a_stalled_upload(tmp_path: Path, ranks: TableRanks) -> None:
+    server = Server(tmp_path, ranks, collect_s=60)
+    with server.client() as client:
+        sampler = client.create_sampling_client(base_model="tiny").result()
+        with stalled_upload(server, "asample"):
+            time.sleep(0.3)  # until the server reads the body
+            drawn = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1, temperature=0.0))
+            assert drawn.result(20).sequences[0].tokens == [0]
+    server.stop()
 
 
 def test_an_unknown_sdk_is_warned(server: Server) -> None:
