@@ -80,7 +80,7 @@ class Room:
         self._turns = Turns(store, self.results, self._limits)
         self._samples: list[str] = []
         self._sample_s = -math.inf  # time of the last one
-        self._arriving = 0  # those that are being checked and stored; the connections' thread alone changes it
+        self._arriving = 0  # those that are being stored; the connections' thread alone changes it
         self._upkeep_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="room", daemon=True)
 
@@ -183,10 +183,7 @@ class Room:
 
         Raises: RequestError if the owner is unknown or not served now, or `seq_id` goes backwards.
         """
-        if seq_id is None or not 0 <= seq_id < 2**63:
-            raise RequestError(
-                f"seq_id={seq_id} of {owner} must be 0 to {2**63 - 1}; number requests as the SDK does"
-            )
+        _check_number("seq_id", seq_id, owner)
         request = Request(id=f"{owner}:{seq_id}", owner=owner, seq_id=seq_id, kind=kind, body=body)
         with self._changed:
             known = self.store.find(Request, request.id)
@@ -246,6 +243,7 @@ class Room:
             self.results.finish(dict.fromkeys(pending, RequestError(reason)))
 
     def _begin(self, session_id: str, model_seq_id: int, kind: str, body: bytes) -> str:
+        _check_number("model_seq_id", model_seq_id, session_id)
         with self._changed:
             if self.failure is not None:
                 return f"{session_id}:train:{model_seq_id}:0"
@@ -378,3 +376,10 @@ class Room:
             self._upkeep_s = now_s
             for checkpoint in self.store.prune(time.time() - self._limits.keep_results_s):
                 shutil.rmtree(checkpoint.folder, ignore_errors=True)
+
+
+def _check_number(name: str, number: int | None, owner: str) -> None:
+    if number is None or not 0 <= number < 2**63:
+        raise RequestError(
+            f"{name}={number} of {owner} must be 0 to {2**63 - 1}; number requests as the SDK does"
+        )

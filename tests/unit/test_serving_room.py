@@ -161,6 +161,8 @@ def test_a_retry_gets_the_first_result(rooms: Rooms) -> None:
         room.submit(model, None, "optim_step", step(model))
     with pytest.raises(RequestError, match=f"seq_id={2**63} of {model} must be 0 to"):
         room.submit(model, 2**63, "optim_step", step(model))
+    with pytest.raises(RequestError, match=f"model_seq_id={2**63} of .* must be 0 to"):
+        room.create_model(*creation(room, 2**63))
     with pytest.raises(RequestError, match="model 'nobody' does not exist"):
         room.submit("nobody", 1, "optim_step", step(model))
 
