@@ -235,14 +235,12 @@ class Store:
     def checkpoints(self, model_id: str) -> Sequence[Checkpoint]:
         """Return the checkpoints of a model that clients see, oldest first."""
         return self.all(
-            select(Checkpoint)
-            .where(Checkpoint.model_id == model_id, ~Checkpoint.gone)
-            .order_by(Checkpoint.created_s)
+            select(Checkpoint).where(Checkpoint.model_id == model_id, *_seen()).order_by(Checkpoint.created_s)
         )
 
     def checkpoint(self, path: str) -> Checkpoint | None:
         """Return the checkpoint that clients see at a path."""
-        return next(iter(self.all(select(Checkpoint).where(Checkpoint.path == path, ~Checkpoint.gone))), None)
+        return next(iter(self.all(select(Checkpoint).where(Checkpoint.path == path, *_seen()))), None)
 
     def replay(self, model_id: str) -> Replay:
         """Return how a restart restores what the ranks held after the last request of a model that was carried out."""
@@ -285,6 +283,12 @@ class Store:
             for each in removed:
                 transaction.delete(each)
         return removed
+
+
+def _seen() -> tuple[sqlalchemy.ColumnElement[bool], ...]:
+    """Return the conditions under which clients see a checkpoint."""
+    expires_s = Checkpoint.expires_s
+    return ~Checkpoint.gone, expires_s.is_(None) | (expires_s > time.time())
 
 
 def hide(path: str) -> sqlalchemy.Update:

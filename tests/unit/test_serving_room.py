@@ -363,6 +363,19 @@ def test_a_checkpoint_is_replaced_only_on_demand(rooms: Rooms) -> None:
     assert [folder.name for folder in Path(checkpoint.folder).parent.iterdir()] == ["a-seq000003"]
 
 
+def test_a_checkpoint_that_expires_is_gone_at_once(rooms: Rooms) -> None:
+    room = rooms.start(TableRanks())
+    model = begin(room)
+    body = save(model, path="short", ttl_seconds=60)
+    path = answer(room, room.submit(model, 1, "save_weights", body))["path"]
+    assert [each.path for each in rooms.store.checkpoints(model)] == [path]
+    rooms.store.update(Checkpoint, room.checkpoint(path).folder, expires_s=time.time())
+    assert rooms.store.checkpoints(model) == []
+    with pytest.raises(RequestError, match="does not exist or has expired"):
+        room.checkpoint(path)
+    assert answer(room, room.submit(model, 2, "save_weights", body))["path"] == path
+
+
 def test_old_results_go_and_what_a_restart_needs_stays(rooms: Rooms) -> None:
     room = rooms.start(TableRanks())
     model = begin(room)
