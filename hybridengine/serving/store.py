@@ -14,7 +14,7 @@ from sqlalchemy import JSON, BigInteger, ForeignKey, LargeBinary, UniqueConstrai
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
 from sqlalchemy.orm import Session as Transaction
 
-from hybridengine.errors import RequestError
+from hybridengine.errors import ConfigError, RequestError
 
 QUEUED, DONE, FAILED = "queued", "done", "failed"
 WAITING, LIVE, POISONED, ENDED = "waiting", "live", "poisoned", "ended"
@@ -161,15 +161,34 @@ class Store:
     """The database at an SQLAlchemy URL, such as `sqlite:///server.db`; rows that it returns are detached.
 
     Guarantees: one thread writes at a time; what `transaction` has written survives a crash of the process.
+    Raises: ConfigError for a database of another version, whose tables lack columns.
     """
 
     def __init__(self, url: str) -> None:
         self._engine = sqlalchemy.create_engine(url)
         if self._engine.dialect.name == "sqlite":
             event.listen(self._engine, "connect", _configure_sqlite)
+        self._check_columns()
         Base.metadata.create_all(self._engine)
         self._transactions = sessionmaker(self._engine, expire_on_commit=False)
         self._writer = threading.Lock()
+
+    def _check_columns(self) -> None:
+        inspector = sqlalchemy.inspect(self._engine)
+        missing = [
+            f"{table.name}.{name}"
+            for table in Base.metadata.sorted_tables
+            if inspector.has_table(table.name)
+            for name in {*table.columns.keys()}
+            - {found["name"] for found in inspector.get_columns(table.name)}
+        ]
+        if missing:
+            self.close()
+            url = self._engine.url.render_as_string(hide_password=True)
+            raise ConfigError(
+                f"the database {url} has no columns {', '.join(sorted(missing))}: another version of the server has made"
+                " it; choose another run.name or serve.database, or delete it"
+            )
 
     def close(self) -> None:
         """Close all connections."""

@@ -30,6 +30,19 @@ def test_a_database_that_cannot_be_opened_is_refused(url: str, tmp_path: Path) -
         _store(section, tmp_path)
 
 
+def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
+    _store(ServeSection(), tmp_path).close()
+    _store(ServeSection(), tmp_path).close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "server.db")) as database:
+        database.execute("ALTER TABLE models DROP COLUMN gradients")
+        database.execute("ALTER TABLE requests DROP COLUMN folder")
+    with pytest.raises(
+        ConfigError,
+        match=r"sqlite:///.*server\.db has no columns models\.gradients, requests\.folder.*; choose another run\.name",
+    ):
+        _store(ServeSection(), tmp_path)
+
+
 def test_a_file_of_calls_in_no_folder_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "none" / "calls.jsonl"
     with pytest.raises(
