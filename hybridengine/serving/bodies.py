@@ -8,10 +8,12 @@ from fastapi import HTTPException
 from fastapi import Request as Call
 from fastapi.concurrency import run_in_threadpool
 
-from hybridengine.serving.tinker_wire import decompress
+from hybridengine.serving.tinker_wire import Message, decompress, parse
 
 ARRIVAL_S = 60.0
 """Time within which a body has to arrive."""
+SHORT_BYTES = 2**13
+"""Size up to which a body is parsed faster than it is handed to another thread."""
 
 
 async def read_body(call: Call, limit_bytes: int) -> bytes:
@@ -42,3 +44,8 @@ async def read_body(call: Call, limit_bytes: int) -> bytes:
     if call.headers.get("content-encoding") == "zstd":
         return await run_in_threadpool(decompress, body, limit_bytes)
     return body
+
+
+async def parse_body(message: type[Message], body: bytes) -> Message:
+    """Return a body as a message of the SDK; a long one is parsed in another thread, as it would hold other calls up."""
+    return parse(message, body) if len(body) <= SHORT_BYTES else await run_in_threadpool(parse, message, body)

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -298,6 +299,24 @@ def test_samples_do_not_wait_for_a_stalled_upload(tmp_path: Path, ranks: TableRa
             drawn = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1, temperature=0.0))
             assert drawn.result(20).sequences[0].tokens == [0]
     server.stop()
+
+
+def test_a_long_body_is_parsed_beside_the_connections(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsing, parse = list[str](), bodies.parse
+
+    def note(*arguments: Any) -> Any:
+        parsing.append(threading.current_thread().name)
+        return parse(*arguments)
+
+    monkeypatch.setattr(bodies, "parse", note)
+    tokens = {"chunks": [{"type": "encoded_text", "tokens": ["a"] * 10_000}]}
+    body = {"sampling_session_id": "s", "seq_id": 0, "prompt": tokens, "sampling_params": {}}
+    status, text = refusal(server, "asample", body)
+    assert (status, len(text) < 2000) == (400, True)
+    assert "; and 10006 others" in text
+    assert parsing == ["AnyIO worker thread"]
 
 
 def test_an_unknown_sdk_is_warned(server: Server) -> None:
