@@ -66,7 +66,7 @@ class Room:
         self.ranks = ranks
         self.store = store
         self.failure: BaseException | None = None
-        """Error that has ended the thread; no request is stored any more."""
+        """Error that has ended the thread; no request is accepted, carried out or answered in the store any more."""
         self.at_failure: Callable[[], object] = lambda: None
         """Called once there is a `failure`."""
         self._execution = Execution(ranks, store, folder)
@@ -98,11 +98,21 @@ class Room:
         self._thread.start()
 
     def fail(self, error: BaseException) -> None:
-        """Answer every request with `error` from now on; what has been accepted stays in the store."""
+        """Answer every request with `error` from now on; what has been accepted stays in the store.
+
+        The result of the request that is being carried out is not stored: another server may own the store by now.
+        """
         with self._changed:
+            if self.failure is not None:
+                return
             self.failure = error
-        self.results.give_up()
+            self.results.give_up()
+            self._changed.notify_all()
         self.at_failure()
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._closing or self.failure is not None
 
     @property
     def trouble(self) -> str | None:
@@ -259,7 +269,7 @@ class Room:
                 self._restore()
             except RanksLostError as error:
                 self._restarts.recover(error, self._restore)
-            while not self._closing:
+            while not self._is_ending:
                 with self._changed:
                     self._changed.wait_for(self._has_work, timeout=min(1.0, self._limits.gap_s))
                     samples = self._collect()
@@ -268,7 +278,7 @@ class Room:
                 if samples:
                     self._sample(samples, model)
                 with self._changed:
-                    ready = None if self._closing else self._turns.ready
+                    ready = None if self._is_ending else self._turns.ready
                 if ready is not None:
                     self._carry_out(ready)
                 self._upkeep()
@@ -277,7 +287,7 @@ class Room:
             self.fail(error)
 
     def _has_work(self) -> bool:
-        return self._closing or bool(self._samples) or self._turns.ready is not None
+        return self._is_ending or bool(self._samples) or self._turns.ready is not None
 
     def _restore(self) -> None:
         """Give new ranks what the model in training had; stop that model if this fails, or fails again."""
@@ -298,12 +308,12 @@ class Room:
     def _collect(self) -> list[str]:
         """Return all sampling requests, after a wait for those that arrive at the same time."""
         end_s = time.monotonic() + self._limits.collect_s
-        while self._samples and not self._closing and (now_s := time.monotonic()) < end_s:
+        while self._samples and not self._is_ending and (now_s := time.monotonic()) < end_s:
             rest_s = self._sample_s + self._limits.quiet_s - now_s
             if rest_s <= 0 and not self._arriving:
                 break
             self._changed.wait(min(max(rest_s, POLL_S), end_s - now_s))
-        if self._closing:
+        if self._is_ending:
             return []
         collected, self._samples = self._samples, []
         return collected
@@ -311,13 +321,15 @@ class Room:
     def _sample(self, request_ids: Sequence[str], holder: Model | None) -> None:
         requests = [self.store.get(Request, request_id) for request_id in request_ids]
         try:
-            self.results.finish(self._execution.sample(requests, holder, self._newest))
+            results = self._execution.sample(requests, holder, self._newest)
+            with self._changed:
+                self.results.finish(results)
         except RanksLostError as error:
-            if self._restarts.is_first(f"sample {request_ids[0]}", error):
-                with self._changed:
+            with self._changed:
+                if self._restarts.is_first(f"sample {request_ids[0]}", error):
                     self._samples = [*request_ids, *self._samples]
-            else:
-                self.results.finish(dict.fromkeys(request_ids, error))
+                else:
+                    self.results.finish(dict.fromkeys(request_ids, error))
             self._restarts.recover(error, self._restore)
 
     def _carry_out(self, request_id: str) -> None:
@@ -333,8 +345,9 @@ class Room:
                 self._restarts.recover(error, self._restore)
         else:
             with self._changed:
-                self._advance(request, outcome)
-                self.results.announce([request.id])
+                if self.failure is None:
+                    self._advance(request, outcome)
+                    self.results.announce([request.id])
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Store the error of a request, and stop its model if what follows relies on it."""
@@ -342,6 +355,8 @@ class Room:
         if not user:
             logger.error("%s of %s failed", request.kind, request.owner, exc_info=error)
         with self._changed:
+            if self.failure is not None:
+                return
             self.results.finish({request.id: error})
             if request.kind in CHANGES:
                 reason = f"{request.kind} with seq_id={request.seq_id} failed: {error}"
@@ -370,6 +385,8 @@ class Room:
     def _upkeep(self) -> None:
         now_s = time.monotonic()
         with self._changed:
+            if self.failure is not None:
+                return
             self._turns.end_gap()
             self._turns.pass_on()
         if now_s - self._upkeep_s > UPKEEP_S:

@@ -15,7 +15,7 @@ from sqlalchemy import select
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from hybridengine.errors import RequestError
+from hybridengine.errors import HybridEngineError, RequestError
 from hybridengine.serving.ranks import Prompt, Ranks
 from hybridengine.serving.room import Limits, Room
 from hybridengine.serving.store import Checkpoint, ClientSession, Model, Request, Store
@@ -396,6 +396,33 @@ def test_old_results_go_and_what_a_restart_needs_stays(rooms: Rooms) -> None:
     assert rooms.store.checkpoints(model) == []
     assert (rooms.store.get(Request, drawn).body, rooms.store.get(Request, drawn).result) == (b"", None)
     assert (rooms.store.get(Request, last).body, rooms.store.get(Request, last).result) == (passing(), None)
+
+
+@pytest.mark.parametrize("kind", ["forward_backward", "sample"])
+def test_a_room_that_has_failed_stores_nothing(rooms: Rooms, kind: str) -> None:
+    """A server that has lost its lease must not write beside the new owner of the database."""
+    ranks = TableRanks()
+    room = rooms.start(ranks)
+    told = list[str]()
+    room.at_failure = lambda: told.append("failure")
+    model = begin(room)
+    sampling = sampler(room, model, 1)
+    ranks.free.clear()
+    owner, body = (sampling, prompt()) if kind == "sample" else (model, passing())
+    running = room.submit(owner, 2, kind, body)
+    while not ranks.asked[-1].startswith(kind):
+        time.sleep(0.01)
+    queued = [room.submit(model, 3, "optim_step", step(model)), room.submit(sampling, 4, "sample", prompt())]
+    room.fail(HybridEngineError("lost"))
+    room.fail(HybridEngineError("lost again"))
+    ranks.free.set()
+    for request_id in (running, *queued):
+        room.results.done(request_id).result(10)
+    rooms.stop()
+    assert {request.id for request in rooms.store.queued()} == {running, *queued}
+    assert rooms.store.get(Model, model).seq_id == 1
+    assert (told, room.trouble) == (["failure"], "the server ends, and can be started again: lost")
+    assert len(ranks.calls) == 2
 
 
 def test_a_room_that_has_broken_says_so(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
