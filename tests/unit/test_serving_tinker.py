@@ -291,14 +291,15 @@ def test_a_stalled_upload_is_refused(server: Server, monkeypatch: pytest.MonkeyP
 
 
 def test_samples_do_not_wait_for_a_stalled_upload(tmp_path: Path, ranks: TableRanks) -> None:
-    server = Server(tmp_path, ranks, collect_s=60)
-    with server.client() as client:
+    with contextlib.ExitStack() as ends:
+        server = Server(tmp_path, ranks, collect_s=60)
+        ends.callback(server.stop)
+        client = ends.enter_context(server.client())
         sampler = client.create_sampling_client(base_model="tiny").result()
-        with stalled_upload(server, "asample"):
-            time.sleep(0.3)  # until the server reads the body
-            drawn = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1, temperature=0.0))
-            assert drawn.result(20).sequences[0].tokens == [0]
-    server.stop()
+        ends.enter_context(stalled_upload(server, "asample"))
+        time.sleep(0.3)  # until the server reads the body
+        drawn = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1, temperature=0.0))
+        assert drawn.result(20).sequences[0].tokens == [0]
 
 
 def test_a_long_body_is_parsed_beside_the_connections(
