@@ -31,7 +31,9 @@ class HttpServer:
         **options: Any,
     ) -> None:
         self.store = Store(f"sqlite:///{folder}/server.db")
-        self.room = Room(ranks, self.store, folder / "checkpoints", Limits(quiet_s=quiet_s, collect_s=collect_s))
+        self.room = Room(
+            ranks, self.store, folder / "checkpoints", Limits(quiet_s=quiet_s, collect_s=collect_s)
+        )
         app = create_app(self.room, KEY, **options)
         self._server = uvicorn.Server(
             uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1)
