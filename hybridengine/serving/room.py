@@ -193,7 +193,7 @@ class Room:
 
         Raises: RequestError if the owner is unknown or not served now, or `seq_id` goes backwards.
         """
-        _check_number("seq_id", seq_id, owner)
+        seq_id = _checked_number("seq_id", seq_id, owner)
         request = Request(id=f"{owner}:{seq_id}", owner=owner, seq_id=seq_id, kind=kind, body=body)
         with self._changed:
             known = self.store.find(Request, request.id)
@@ -253,7 +253,7 @@ class Room:
             self.results.finish(dict.fromkeys(pending, RequestError(reason)))
 
     def _begin(self, session_id: str, model_seq_id: int, kind: str, body: bytes) -> str:
-        _check_number("model_seq_id", model_seq_id, session_id)
+        model_seq_id = _checked_number("model_seq_id", model_seq_id, session_id)
         with self._changed:
             if self.failure is not None:
                 return f"{session_id}:train:{model_seq_id}:0"
@@ -395,8 +395,9 @@ class Room:
                 shutil.rmtree(checkpoint.folder, ignore_errors=True)
 
 
-def _check_number(name: str, number: int | None, owner: str) -> None:
+def _checked_number(name: str, number: int | None, owner: str) -> int:
     if number is None or not 0 <= number < 2**63:
         raise RequestError(
             f"{name}={number} of {owner} must be 0 to {2**63 - 1}; number requests as the SDK does"
         )
+    return number
