@@ -28,7 +28,7 @@ of a configuration and sends it requests with the Tinker SDK, each kind in turn:
 log-probs of a prompt, forward_backward, optim_step, and a whole step of these.
 
 The server's own time is the SDK's, from the call to its result, minus that of the calls on the ranks, which the server
-writes to a file (`serve.calls_file`). It has SDK, HTTP, database, 20 ms of waiting for more samples, and the controller.
+writes to a file (`serve.calls_file`). It has SDK, HTTP, database, 50 ms of waiting for more samples, and the controller.
 Samples that are asked for together take one switch."""
 
 EPILOG = """examples:

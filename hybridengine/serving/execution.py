@@ -283,9 +283,8 @@ class Execution:
         part = {"training": "weights", "sampler": "sampler_weights"}[kind]
         path = f"tinker://{request.owner}/{part}/{name}"
         if not overwrite and self.store.checkpoint(path) is not None:
-            raise RequestError(
-                f"checkpoint {path} exists; choose another name, or save_weights with overwrite=true"
-            )
+            remedy = "delete it first" if kind == "sampler" else "save with overwrite=true"
+            raise RequestError(f"checkpoint {path} exists; choose another name, or {remedy}")
         folder = self.folder / request.owner.replace(":", "-") / part / f"{name}-seq{request.seq_id:06d}"
         partial = folder.with_name(f".{folder.name}.partial")
         for remains in (partial, folder):

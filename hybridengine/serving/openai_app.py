@@ -61,7 +61,7 @@ def create_openai_app(
     def serve(path: str, kind: type[Any], answer: Callable[..., dict[str, Any]]) -> None:
         @app.post(path)
         async def endpoint(call: Call) -> JSONResponse:
-            request = read(kind, await read_body(call, max_body_bytes))
+            request = await run_in_threadpool(read, kind, await read_body(call, max_body_bytes))
             if request.model not in (None, facts.name):
                 raise ArgumentError(
                     f"model={request.model!r} is not served; this server has {facts.name!r}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import uuid
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import pydantic
+import pydantic_core
 from pydantic import Field
 
 from hybridengine.errors import shown
@@ -225,8 +225,8 @@ RequestT = TypeVar("RequestT", bound=pydantic.BaseModel)
 def read(request: type[RequestT], body: bytes) -> RequestT:
     """Return a JSON body as a request; raise ArgumentError for the first argument that is invalid or not served."""
     try:
-        arguments = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        arguments = pydantic_core.from_json(body)  # refuses lone surrogates, which UTF-8 lacks
+    except ValueError as error:
         raise ArgumentError(f"the body is not JSON ({error}); send a JSON object") from None
     if not isinstance(arguments, dict):
         raise ArgumentError(f"the body is {shown(arguments)}; send a JSON object")

@@ -34,14 +34,16 @@ class Results:
         return future
 
     def finish(self, results: Mapping[str, bytes | Exception]) -> None:
-        """Store results and errors in one transaction, and announce them."""
+        """Store results and errors in one transaction, and announce them; do nothing once they are given up."""
+        if self._given_up:
+            return
         with self._store.transaction() as transaction:
             for request_id, result in results.items():
                 record(transaction.get_one(Request, request_id), result)
         self.announce(results)
 
     def give_up(self) -> None:
-        """Complete all futures: no more results will come."""
+        """Complete all futures: no more results will come, and none is stored."""
         with self._lock:
             self._given_up = True
         self.announce([*self._futures])

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 UPKEEP_S = 60.0
 POLL_S = 0.001
-"""Time between two looks whether a sampling request has been received."""
+"""Time between two looks whether a sampling request has been stored."""
 
 
 class Room:
@@ -66,7 +66,7 @@ class Room:
         self.ranks = ranks
         self.store = store
         self.failure: BaseException | None = None
-        """Error that has ended the thread; no request is stored any more."""
+        """Error that has ended the thread; no request is accepted, carried out or answered in the store any more."""
         self.at_failure: Callable[[], object] = lambda: None
         """Called once there is a `failure`."""
         self._execution = Execution(ranks, store, folder)
@@ -80,7 +80,7 @@ class Room:
         self._turns = Turns(store, self.results, self._limits)
         self._samples: list[str] = []
         self._sample_s = -math.inf  # time of the last one
-        self._arriving = 0  # those that are being received; the connections' thread alone changes it
+        self._arriving = 0  # those that are being stored; the connections' thread alone changes it
         self._upkeep_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="room", daemon=True)
 
@@ -98,11 +98,21 @@ class Room:
         self._thread.start()
 
     def fail(self, error: BaseException) -> None:
-        """Answer every request with `error` from now on; what has been accepted stays in the store."""
+        """Answer every request with `error` from now on; what has been accepted stays in the store.
+
+        The result of the request that is being carried out is not stored: another server may own the store by now.
+        """
         with self._changed:
+            if self.failure is not None:
+                return
             self.failure = error
-        self.results.give_up()
+            self.results.give_up()
+            self._changed.notify_all()
         self.at_failure()
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._closing or self.failure is not None
 
     @property
     def trouble(self) -> str | None:
@@ -183,10 +193,7 @@ class Room:
 
         Raises: RequestError if the owner is unknown or not served now, or `seq_id` goes backwards.
         """
-        if seq_id is None or not 0 <= seq_id < 2**63:
-            raise RequestError(
-                f"seq_id={seq_id} of {owner} must be 0 to {2**63 - 1}; number requests as the SDK does"
-            )
+        seq_id = _checked_number("seq_id", seq_id, owner)
         request = Request(id=f"{owner}:{seq_id}", owner=owner, seq_id=seq_id, kind=kind, body=body)
         with self._changed:
             known = self.store.accepted(request.id)
@@ -246,6 +253,7 @@ class Room:
             self.results.finish(dict.fromkeys(pending, RequestError(reason)))
 
     def _begin(self, session_id: str, model_seq_id: int, kind: str, body: bytes) -> str:
+        model_seq_id = _checked_number("model_seq_id", model_seq_id, session_id)
         with self._changed:
             if self.failure is not None:
                 return f"{session_id}:train:{model_seq_id}:0"
@@ -261,7 +269,7 @@ class Room:
                 self._restore()
             except RanksLostError as error:
                 self._restarts.recover(error, self._restore)
-            while not self._closing:
+            while not self._is_ending:
                 with self._changed:
                     self._changed.wait_for(self._has_work, timeout=min(1.0, self._limits.gap_s))
                     samples = self._collect()
@@ -269,7 +277,7 @@ class Room:
                 if samples:
                     self._sample(samples, model)
                 with self._changed:
-                    ready = None if self._closing else self._turns.ready
+                    ready = None if self._is_ending else self._turns.ready
                 if ready is not None:
                     self._carry_out(ready)
                 self._upkeep()
@@ -278,7 +286,7 @@ class Room:
             self.fail(error)
 
     def _has_work(self) -> bool:
-        return self._closing or bool(self._samples) or self._turns.ready is not None
+        return self._is_ending or bool(self._samples) or self._turns.ready is not None
 
     def _restore(self) -> None:
         """Give new ranks what the model in training had; stop that model if this fails, or fails again."""
@@ -303,12 +311,12 @@ class Room:
     def _collect(self) -> list[str]:
         """Return all sampling requests, after a wait for those that arrive at the same time."""
         end_s = time.monotonic() + self._limits.collect_s
-        while self._samples and not self._closing and (now_s := time.monotonic()) < end_s:
+        while self._samples and not self._is_ending and (now_s := time.monotonic()) < end_s:
             rest_s = self._sample_s + self._limits.quiet_s - now_s
             if rest_s <= 0 and not self._arriving:
                 break
             self._changed.wait(min(max(rest_s, POLL_S), end_s - now_s))
-        if self._closing:
+        if self._is_ending:
             return []
         collected, self._samples = self._samples, []
         return collected
@@ -316,7 +324,9 @@ class Room:
     def _sample(self, request_ids: Sequence[str], holder: Model | None) -> None:
         requests = [self.store.get(Request, request_id) for request_id in request_ids]
         try:
-            self.results.finish(self._execution.sample(requests, holder, self._newest))
+            results = self._execution.sample(requests, holder, self._newest)
+            with self._changed:
+                self.results.finish(results)
         except RanksLostError as error:
             callers: dict[str, list[str]] = {}
             for request in requests:
@@ -326,11 +336,11 @@ class Room:
                 for own in callers.values():
                     self._sample(own, self._model())
                 return
-            if self._restarts.is_first(f"sample {request_ids[0]}", error):
-                with self._changed:
+            with self._changed:
+                if self._restarts.is_first(f"sample {request_ids[0]}", error):
                     self._samples = [*request_ids, *self._samples]
-            else:
-                self.results.finish(dict.fromkeys(request_ids, error))
+                else:
+                    self.results.finish(dict.fromkeys(request_ids, error))
             self._restarts.recover(error, self._restore)
 
     def _carry_out(self, request_id: str) -> None:
@@ -346,8 +356,9 @@ class Room:
                 self._restarts.recover(error, self._restore)
         else:
             with self._changed:
-                self._advance(request, outcome)
-                self.results.announce([request.id])
+                if self.failure is None:
+                    self._advance(request, outcome)
+                    self.results.announce([request.id])
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Store the error of a request, and stop its model if what follows relies on it."""
@@ -355,6 +366,8 @@ class Room:
         if not user:
             logger.error("%s of %s failed", request.kind, request.owner, exc_info=error)
         with self._changed:
+            if self.failure is not None:
+                return
             self.results.finish({request.id: error})
             if request.kind in CHANGES:
                 reason = f"{request.kind} with seq_id={request.seq_id} failed: {error}"
@@ -383,9 +396,19 @@ class Room:
     def _upkeep(self) -> None:
         now_s = time.monotonic()
         with self._changed:
+            if self.failure is not None:
+                return
             self._turns.end_gap()
             self._turns.pass_on()
         if now_s - self._upkeep_s > UPKEEP_S:
             self._upkeep_s = now_s
             for checkpoint in self.store.prune(time.time() - self._limits.keep_results_s):
                 shutil.rmtree(checkpoint.folder, ignore_errors=True)
+
+
+def _checked_number(name: str, number: int | None, owner: str) -> int:
+    if number is None or not 0 <= number < 2**63:
+        raise RequestError(
+            f"{name}={number} of {owner} must be 0 to {2**63 - 1}; number requests as the SDK does"
+        )
+    return number

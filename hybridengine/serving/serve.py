@@ -61,6 +61,7 @@ def serve(config: RunConfig) -> None:
         keep_config(config)
         # Before the ranks start, which takes minutes; calls are refused until the server listens.
         bound = ends.enter_context(_bound(section.host, section.port))
+        key = _api_key(section, config.run_folder)
         call_log().observer = _call_file(section.calls_file)
         groups = ends.enter_context(contextlib.closing(RankGroups(config, end_tokens)))
         facts = ModelFacts(
@@ -83,7 +84,6 @@ def serve(config: RunConfig) -> None:
             say(line)
         say(f"starting {config.num_ranks} ranks: Megatron-core and vLLM in each process")
         groups.start()
-        key = _api_key(section, config.run_folder)
         say(f"serving {facts.name} at http://{section.host}:{section.port}")
         say(
             f"clients: TINKER_BASE_URL=http://{section.host}:{section.port} TINKER_API_KEY={_shown(section, key)}"
@@ -152,10 +152,19 @@ def _api_key(section: ServeSection, folder: Path) -> str:
         return section.api_key.get_secret_value()
     file = folder / "api_key"
     if not file.exists():
+        partial = file.with_name("api_key.partial")
         with writing(file):
-            file.touch(mode=0o600)
-            file.write_text(f"tml-{secrets.token_urlsafe(24)}")
-    return file.read_text()
+            partial.unlink(missing_ok=True)
+            partial.touch(mode=0o600)
+            partial.write_text(f"tml-{secrets.token_urlsafe(24)}")
+            partial.rename(file)
+    key = file.read_text()
+    if not key.startswith("tml-"):
+        raise ConfigError(
+            f"{file} has a key of {len(key)} characters that does not begin with tml-, as the Tinker SDK demands; delete"
+            " the file for another random key, or set serve.api_key"
+        )
+    return key
 
 
 def _shown(section: ServeSection, key: str) -> str:

@@ -14,7 +14,7 @@ from sqlalchemy import JSON, BigInteger, ForeignKey, LargeBinary, UniqueConstrai
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
 from sqlalchemy.orm import Session as Transaction
 
-from hybridengine.errors import RequestError
+from hybridengine.errors import ConfigError, RequestError
 
 QUEUED, DONE, FAILED = "queued", "done", "failed"
 WAITING, LIVE, POISONED, ENDED = "waiting", "live", "poisoned", "ended"
@@ -164,15 +164,34 @@ class Store:
     """The database at an SQLAlchemy URL, such as `sqlite:///server.db`; rows that it returns are detached.
 
     Guarantees: one thread writes at a time; what `transaction` has written survives a crash of the process.
+    Raises: ConfigError for a database of another version, whose tables lack columns.
     """
 
     def __init__(self, url: str) -> None:
         self._engine = sqlalchemy.create_engine(url)
         if self._engine.dialect.name == "sqlite":
             event.listen(self._engine, "connect", _configure_sqlite)
+        self._check_columns()
         Base.metadata.create_all(self._engine)
         self._transactions = sessionmaker(self._engine, expire_on_commit=False)
         self._writer = threading.Lock()
+
+    def _check_columns(self) -> None:
+        inspector = sqlalchemy.inspect(self._engine)
+        missing = [
+            f"{table.name}.{name}"
+            for table in Base.metadata.sorted_tables
+            if inspector.has_table(table.name)
+            for name in {*table.columns.keys()}
+            - {found["name"] for found in inspector.get_columns(table.name)}
+        ]
+        if missing:
+            self.close()
+            url = self._engine.url.render_as_string(hide_password=True)
+            raise ConfigError(
+                f"the database {url} has no columns {', '.join(sorted(missing))}: another version of the server has made"
+                " it; choose another run.name or serve.database, or delete it"
+            )
 
     def close(self) -> None:
         """Close all connections."""
@@ -248,14 +267,12 @@ class Store:
     def checkpoints(self, model_id: str) -> Sequence[Checkpoint]:
         """Return the checkpoints of a model that clients see, oldest first."""
         return self.all(
-            select(Checkpoint)
-            .where(Checkpoint.model_id == model_id, ~Checkpoint.gone)
-            .order_by(Checkpoint.created_s)
+            select(Checkpoint).where(Checkpoint.model_id == model_id, *_seen()).order_by(Checkpoint.created_s)
         )
 
     def checkpoint(self, path: str) -> Checkpoint | None:
         """Return the checkpoint that clients see at a path."""
-        return next(iter(self.all(select(Checkpoint).where(Checkpoint.path == path, ~Checkpoint.gone))), None)
+        return next(iter(self.all(select(Checkpoint).where(Checkpoint.path == path, *_seen()))), None)
 
     def replay(self, model_id: str) -> Replay:
         """Return how a restart restores what the ranks held after the last request of a model that was carried out."""
@@ -298,6 +315,12 @@ class Store:
             for each in removed:
                 transaction.delete(each)
         return removed
+
+
+def _seen() -> tuple[sqlalchemy.ColumnElement[bool], ...]:
+    """Return the conditions under which clients see a checkpoint."""
+    expires_s = Checkpoint.expires_s
+    return ~Checkpoint.gone, expires_s.is_(None) | (expires_s > time.time())
 
 
 def hide(path: str) -> sqlalchemy.Update:

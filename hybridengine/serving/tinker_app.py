@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from tinker import types
 
 from hybridengine.errors import RequestError
-from hybridengine.serving.bodies import read_body
+from hybridengine.serving.bodies import parse_body, read_body
 from hybridengine.serving.openai_app import WAIT_S, create_openai_app
 from hybridengine.serving.openai_texts import Tokenizer
 from hybridengine.serving.ranks import ModelFacts
@@ -26,7 +26,6 @@ from hybridengine.serving.tinker_wire import (
     MAX_BODY_BYTES,
     PROTOBUF,
     decode_prompt,
-    parse,
     read_forward_backward,
 )
 
@@ -114,7 +113,7 @@ def _add_sessions(api: APIRouter, room: Room, limit: int) -> None:
 
     @api.post("/create_session")
     async def create_session(call: Call) -> dict[str, Any]:
-        message = parse(types.CreateSessionRequest, await read_body(call, limit))
+        message = await parse_body(types.CreateSessionRequest, await read_body(call, limit))
         session_id = await run_in_threadpool(room.create_session, message.model_dump(mode="json"))
         warning = None
         if not f"{message.sdk_version}.".startswith(f"{_SDK}."):
@@ -126,7 +125,7 @@ def _add_sessions(api: APIRouter, room: Room, limit: int) -> None:
 
     @api.post("/session_heartbeat")
     async def heartbeat(call: Call) -> dict[str, str]:
-        message = parse(types.SessionHeartbeatRequest, await read_body(call, limit))
+        message = await parse_body(types.SessionHeartbeatRequest, await read_body(call, limit))
         await run_in_threadpool(room.heartbeat, message.session_id)
         return {"type": "session_heartbeat"}
 
@@ -155,12 +154,12 @@ def _add_models(api: APIRouter, room: Room, limit: int) -> None:
     @api.post("/create_model")
     async def create_model(call: Call) -> dict[str, str]:
         body = await read_body(call, limit)
-        return await accept(room.create_model, parse(types.CreateModelRequest, body), body)
+        return await accept(room.create_model, await parse_body(types.CreateModelRequest, body), body)
 
     @api.post("/load_weights")
     async def load_weights(call: Call) -> dict[str, str]:
         body = await read_body(call, limit)
-        return await accept(room.load_model, parse(types.LoadWeightsRequest, body), body)
+        return await accept(room.load_model, await parse_body(types.LoadWeightsRequest, body), body)
 
     @api.post("/forward_backward")
     async def forward_backward(call: Call) -> dict[str, str]:
@@ -174,7 +173,7 @@ def _add_models(api: APIRouter, room: Room, limit: int) -> None:
     def queue(kind: str) -> Callable[[Call], Any]:
         async def endpoint(call: Call) -> dict[str, str]:
             body = await read_body(call, limit)
-            address = parse(_Addressed, body)
+            address = await parse_body(_Addressed, body)
             return await accept(room.submit, address.model_id, address.seq_id, kind, body)
 
         return endpoint
@@ -185,13 +184,13 @@ def _add_models(api: APIRouter, room: Room, limit: int) -> None:
 
     @api.post("/get_info")
     async def get_info(call: Call) -> dict[str, Any]:
-        message = parse(types.GetInfoRequest, await read_body(call, limit))
+        message = await parse_body(types.GetInfoRequest, await read_body(call, limit))
         model = await run_in_threadpool(room.store.get, Model, message.model_id)
         return {"type": "get_info", "model_id": model.id, "is_lora": False} | _model(room.ranks.facts)
 
     @api.post("/weights_info")
     async def weights_info(call: Call) -> dict[str, Any]:
-        message = parse(_WeightsInfo, await read_body(call, limit))
+        message = await parse_body(_WeightsInfo, await read_body(call, limit))
         checkpoint = await run_in_threadpool(room.checkpoint, message.tinker_path)
         return {"base_model": checkpoint.base_model, "is_lora": False}
 
@@ -230,7 +229,7 @@ def _model(facts: ModelFacts) -> dict[str, Any]:
 def _add_sampling(api: APIRouter, room: Room, limit: int) -> None:
     @api.post("/create_sampling_session")
     async def create_sampling_session(call: Call) -> dict[str, str]:
-        message = parse(types.CreateSamplingSessionRequest, await read_body(call, limit))
+        message = await parse_body(types.CreateSamplingSessionRequest, await read_body(call, limit))
         key = await run_in_threadpool(room.create_sampler, message)
         return {"type": "create_sampling_session", "sampling_session_id": key}
 
@@ -239,18 +238,19 @@ def _add_sampling(api: APIRouter, room: Room, limit: int) -> None:
         found = room.store.get(Sampler, key)
         return {"sampler_id": found.id, "base_model": found.base_model, "model_path": found.checkpoint}
 
+    def submit(message: types.SampleRequest, body: bytes) -> str:
+        if message.sampling_session_id is None:
+            raise RequestError("asample has no sampling_session_id; create a sampling session first")
+        # refuses at once, since no other request waits for this one
+        decode_prompt(message, room.ranks.facts, "")
+        return room.submit(message.sampling_session_id, message.seq_id, "sample", body)
+
     @api.post("/asample")
     async def asample(call: Call) -> dict[str, Any]:
+        body = await read_body(call, limit)
         with room.arriving():
-            body = await read_body(call, limit)
-            message = parse(types.SampleRequest, body)
-            if message.sampling_session_id is None:
-                raise RequestError("asample has no sampling_session_id; create a sampling session first")
-            # refuses at once, since no other request waits for this one
-            decode_prompt(message, room.ranks.facts, "")
-            request_id = await run_in_threadpool(
-                room.submit, message.sampling_session_id, message.seq_id, "sample", body
-            )
+            message = await parse_body(types.SampleRequest, body)
+            request_id = await run_in_threadpool(submit, message, body)
         names = [f"{request_id}:{number}" for number in range(message.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": names}
 
@@ -258,7 +258,7 @@ def _add_sampling(api: APIRouter, room: Room, limit: int) -> None:
 def _add_results(api: APIRouter, room: Room, limit: int, hold_s: float) -> None:
     @api.post("/retrieve_future")
     async def retrieve_future(call: Call) -> Response:
-        request_id = parse(types.FutureRetrieveRequest, await read_body(call, limit)).request_id
+        request_id = (await parse_body(types.FutureRetrieveRequest, await read_body(call, limit))).request_id
         try:
             done = await run_in_threadpool(room.results.done, request_id)
             await asyncio.wait({asyncio.wrap_future(done)}, timeout=hold_s)

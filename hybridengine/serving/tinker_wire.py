@@ -24,6 +24,8 @@ PROTOBUF = "application/x-protobuf"
 TARGETS = "target_tokens"
 """Column of the tokens whose log-probs the loss is of."""
 MAX_BODY_BYTES = 64 * 2**20  # the SDK sends parts of about 5 MB
+NUM_NAMED = 5
+"""Largest number of problems that an error names."""
 
 Message = TypeVar("Message", bound=pydantic.BaseModel)
 
@@ -43,14 +45,16 @@ class ForwardBackward:
 
 
 def parse(message: type[Message], body: bytes) -> Message:
-    """Return the JSON `body` as a message of the SDK; raise RequestError that lists all problems."""
+    """Return the JSON `body` as a message of the SDK; raise RequestError that names the first problems."""
     try:
         return message.model_validate_json(body)
     except pydantic.ValidationError as error:
         problems = "; ".join(
             f"{'.'.join(map(str, problem['loc'])) or 'body'}={shown(problem['input'])}: {problem['msg']}"
-            for problem in error.errors()
+            for problem in error.errors(include_url=False, include_context=False)[:NUM_NAMED]
         )
+        if error.error_count() > NUM_NAMED:
+            problems += f"; and {error.error_count() - NUM_NAMED} others"
         raise RequestError(
             f"{message.__name__}: {problems}; send the fields of the tinker SDK 0.38"
         ) from None

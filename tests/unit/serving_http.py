@@ -21,10 +21,19 @@ class HttpServer:
     """A server with a database and checkpoints in `folder`; port 0 is a free one. `options` are those of create_app."""
 
     def __init__(
-        self, folder: Path, ranks: Ranks, *, port: int = 0, quiet_s: float = 0.01, **options: Any
+        self,
+        folder: Path,
+        ranks: Ranks,
+        *,
+        port: int = 0,
+        quiet_s: float = 0.01,
+        collect_s: float = 1.0,
+        **options: Any,
     ) -> None:
         self.store = Store(f"sqlite:///{folder}/server.db")
-        self.room = Room(ranks, self.store, folder / "checkpoints", Limits(quiet_s=quiet_s))
+        self.room = Room(
+            ranks, self.store, folder / "checkpoints", Limits(quiet_s=quiet_s, collect_s=collect_s)
+        )
         app = create_app(self.room, KEY, **options)
         self._server = uvicorn.Server(
             uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1)

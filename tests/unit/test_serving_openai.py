@@ -347,6 +347,24 @@ def test_what_is_not_served_is_refused(
     assert (caught.value.type, caught.value.param) == ("invalid_request_error", param)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"model": "tiny", "prompt": "\ud800"}',
+        rb'{"model": "tiny", "prompt": "a", "\udc00": 1}',
+        rb'{"model": "\ud800", "prompt": "a"}',
+        rb'{"model": "tiny", "messages": [{"role": "user", "content": "\ud800"}]}',
+    ],
+)
+def test_text_that_is_not_unicode_is_refused(trained: Server, body: bytes) -> None:
+    path = "chat/completions" if b"messages" in body else "completions"
+    headers = {"Authorization": f"Bearer {KEY}"}
+    answer = httpx.post(f"{trained.url}/v1/{path}", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert "the body is not JSON" in answer.json()["error"]["message"]
+    assert "hex escape" in answer.json()["error"]["message"]
+
+
 def test_other_errors(trained: Server) -> None:
     with pytest.raises(openai.NotFoundError, match="this server has 'tiny'") as caught:
         trained.client.completions.create(model="other", prompt="a")

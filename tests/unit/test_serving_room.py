@@ -15,7 +15,7 @@ from sqlalchemy import select
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from hybridengine.errors import RequestError
+from hybridengine.errors import HybridEngineError, RequestError
 from hybridengine.serving.ranks import Prompt, Ranks
 from hybridengine.serving.room import Limits, Room
 from hybridengine.serving.store import Checkpoint, ClientSession, Model, Request, Store
@@ -161,6 +161,8 @@ def test_a_retry_gets_the_first_result(rooms: Rooms) -> None:
         room.submit(model, None, "optim_step", step(model))
     with pytest.raises(RequestError, match=f"seq_id={2**63} of {model} must be 0 to"):
         room.submit(model, 2**63, "optim_step", step(model))
+    with pytest.raises(RequestError, match=f"model_seq_id={2**63} of .* must be 0 to"):
+        room.create_model(*creation(room, 2**63))
     with pytest.raises(RequestError, match="model 'nobody' does not exist"):
         room.submit("nobody", 1, "optim_step", step(model))
 
@@ -306,7 +308,7 @@ def test_samples_that_arrive_with_pauses_are_drawn_together(rooms: Rooms) -> Non
     assert ranks.calls == ["begin_model", "sample 3 live"]
 
 
-def test_samples_wait_for_one_that_is_being_received(rooms: Rooms) -> None:
+def test_samples_wait_for_one_that_is_being_stored(rooms: Rooms) -> None:
     ranks = TableRanks()
     room = rooms.start(ranks, collect_s=60)
     sampling = sampler(room, begin(room), 1)
@@ -425,6 +427,19 @@ def test_a_checkpoint_is_replaced_only_on_demand(rooms: Rooms) -> None:
     assert [folder.name for folder in Path(checkpoint.folder).parent.iterdir()] == ["a-seq000003"]
 
 
+def test_a_checkpoint_that_expires_is_gone_at_once(rooms: Rooms) -> None:
+    room = rooms.start(TableRanks())
+    model = begin(room)
+    body = save(model, path="short", ttl_seconds=60)
+    path = answer(room, room.submit(model, 1, "save_weights", body))["path"]
+    assert [each.path for each in rooms.store.checkpoints(model)] == [path]
+    rooms.store.update(Checkpoint, room.checkpoint(path).folder, expires_s=time.time())
+    assert rooms.store.checkpoints(model) == []
+    with pytest.raises(RequestError, match="does not exist or has expired"):
+        room.checkpoint(path)
+    assert answer(room, room.submit(model, 2, "save_weights", body))["path"] == path
+
+
 def test_old_results_go_and_what_a_restart_needs_stays(rooms: Rooms) -> None:
     room = rooms.start(TableRanks())
     model = begin(room)
@@ -450,6 +465,33 @@ def test_old_results_go_and_what_a_restart_needs_stays(rooms: Rooms) -> None:
         room.submit(model, 4, "forward_backward", passing())
     with pytest.raises(RequestError, match=f"request {model}:0 {removed}"):
         begin(room, session=model.partition(":")[0])
+
+
+@pytest.mark.parametrize("kind", ["forward_backward", "sample"])
+def test_a_room_that_has_failed_stores_nothing(rooms: Rooms, kind: str) -> None:
+    """A server that has lost its lease must not write beside the new owner of the database."""
+    ranks = TableRanks()
+    room = rooms.start(ranks)
+    told = list[str]()
+    room.at_failure = lambda: told.append("failure")
+    model = begin(room)
+    sampling = sampler(room, model, 1)
+    ranks.free.clear()
+    owner, body = (sampling, prompt()) if kind == "sample" else (model, passing())
+    running = room.submit(owner, 2, kind, body)
+    while not ranks.asked[-1].startswith(kind):
+        time.sleep(0.01)
+    queued = [room.submit(model, 3, "optim_step", step(model)), room.submit(sampling, 4, "sample", prompt())]
+    room.fail(HybridEngineError("lost"))
+    room.fail(HybridEngineError("lost again"))
+    ranks.free.set()
+    for request_id in (running, *queued):
+        room.results.done(request_id).result(10)
+    rooms.stop()
+    assert {request.id for request in rooms.store.queued()} == {running, *queued}
+    assert rooms.store.get(Model, model).seq_id == 1
+    assert (told, room.trouble) == (["failure"], "the server ends, and can be started again: lost")
+    assert len(ranks.calls) == 2
 
 
 def test_a_room_that_has_broken_says_so(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:

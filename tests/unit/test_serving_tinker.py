@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ import torch
 from tinker import types
 
 from hybridengine.errors import RanksLostError
+from hybridengine.serving import bodies
 from hybridengine.serving.ranks import LossRow, Passed
 from hybridengine.serving.store import Request
 from hybridengine.serving.tinker_wire import MAX_BODY_BYTES
@@ -285,6 +287,52 @@ def test_calls_that_are_refused(server: Server) -> None:
         with contextlib.suppress(ConnectionError):  # the server need not read to the end
             connection.request("POST", "/api/v1/asample", endless, {"X-API-Key": KEY}, encode_chunked=True)
         assert connection.getresponse().status == 413
+
+
+@contextlib.contextmanager
+def stalled_upload(server: Server, path: str) -> Iterator[http.client.HTTPConnection]:
+    """Send one of 100 bytes."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)) as connection:
+        connection.request("POST", f"/api/v1/{path}", b"{", {"X-API-Key": KEY, "Content-Length": "100"})
+        yield connection
+
+
+def test_a_stalled_upload_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "ARRIVAL_S", 0.1)
+    with stalled_upload(server, "asample") as connection:
+        answer = connection.getresponse()
+        assert (answer.status, answer.headers["Connection"]) == (408, "close")
+        assert "1 bytes of the body have arrived within 0 s" in answer.read().decode()
+
+
+def test_samples_do_not_wait_for_a_stalled_upload(tmp_path: Path, ranks: TableRanks) -> None:
+    with contextlib.ExitStack() as ends:
+        server = Server(tmp_path, ranks, collect_s=60)
+        ends.callback(server.stop)
+        client = ends.enter_context(server.client())
+        sampler = client.create_sampling_client(base_model="tiny").result()
+        ends.enter_context(stalled_upload(server, "asample"))
+        time.sleep(0.3)  # until the server reads the body
+        drawn = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1, temperature=0.0))
+        assert drawn.result(20).sequences[0].tokens == [0]
+
+
+def test_a_long_body_is_parsed_beside_the_connections(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsing, parse = list[str](), bodies.parse
+
+    def note(*arguments: Any) -> Any:
+        parsing.append(threading.current_thread().name)
+        return parse(*arguments)
+
+    monkeypatch.setattr(bodies, "parse", note)
+    tokens = {"chunks": [{"type": "encoded_text", "tokens": ["a"] * 10_000}]}
+    body = {"sampling_session_id": "s", "seq_id": 0, "prompt": tokens, "sampling_params": {}}
+    status, text = refusal(server, "asample", body)
+    assert (status, len(text) < 2000) == (400, True)
+    assert "; and 10006 others" in text
+    assert parsing == ["AnyIO worker thread"]
 
 
 def test_an_unknown_sdk_is_warned(server: Server) -> None:

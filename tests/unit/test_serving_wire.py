@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import numpy as np
@@ -300,3 +301,11 @@ def test_sampling_settings_that_cannot_be_honoured_are_refused(settings: dict, m
 def test_a_field_that_the_schema_lacks_is_refused() -> None:
     with pytest.raises(RequestError, match="OptimStepRequest: speed=2: Extra inputs are not permitted"):
         parse(types.OptimStepRequest, b'{"model_id": "m", "adam_params": {}, "speed": 2}')
+
+
+def test_an_error_names_the_first_problems_alone() -> None:
+    tags = [*range(100)]
+    body = json.dumps({"tags": tags, "user_metadata": {}, "sdk_version": "0.38"}).encode()
+    with pytest.raises(RequestError, match=r"tags\.0=0: .*tags\.4=4: [^;]*; and 95 others; send") as caught:
+        parse(types.CreateSessionRequest, body)
+    assert "tags.5" not in str(caught.value)
