@@ -16,8 +16,8 @@ from hybridengine.config.values import IMPORT_PATH, ImportPath, NonNegative, Pos
 from hybridengine.errors import ConfigError
 from hybridengine.importing import import_object
 
-Role = Literal["actor", "critic", "cost_critic", "reference", "reward", "cost"]
-"""A model of a dataflow, by name."""
+Role = Literal["actor", "generation", "critic", "cost_critic", "reference", "reward", "cost"]
+"""A role of a dataflow, by name: a model, or engines with the actor's weights on ranks of their own (`generation`)."""
 
 ALGORITHMS = {
     "ppo": "hybridengine.drivers.ppo:Ppo",
@@ -28,6 +28,7 @@ ALGORITHMS = {
     "reinforce_plus_plus": "hybridengine.drivers.reinforce_plus_plus:ReinforcePlusPlus",
     "safe_rlhf": "hybridengine.drivers.safe_rlhf:SafeRlhf",
     "online_dpo": "hybridengine.drivers.online_dpo:OnlineDpo",
+    "async_grpo": "hybridengine.drivers.async_grpo:AsyncGrpo",
 }
 """Name -> import path of the class; classes are imported only when a configuration names them."""
 DEFAULT = next(iter(ALGORITHMS))
