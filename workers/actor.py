@@ -15,14 +15,15 @@ from hybridengine.algorithms.drift import check_drift, save_reproduction
 from hybridengine.algorithms.losses.aggregation import Aggregation, LossStats, SummedLoss
 from hybridengine.algorithms.losses.policy import entropy_bonus, kl_loss
 from hybridengine.backends.engine import Response, SamplingSettings, generate
+from hybridengine.backends.megatron.model import available_names
 from hybridengine.backends.megatron.weights import save_weights
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.config import RunConfig
 from hybridengine.config.algorithm import Algorithm
 from hybridengine.errors import ConfigError, ProtocolError
+from hybridengine.families.family import NameSet
 from hybridengine.importing import import_object
-from hybridengine.models.shapes import DTYPE_BYTES
 from hybridengine.reshard.compiler import compile_plan
 from hybridengine.reshard.domains import domains
 from hybridengine.rows.micro_batches import SEQUENCE_COLUMNS, cut_rows
@@ -38,7 +39,9 @@ from hybridengine.topology.grid import group_with
 from hybridengine.topology.links import NodeMap
 from hybridengine.weights.digests import digests
 from hybridengine.weights.executor import Verify
-from hybridengine.weights.hybrid_engine import HybridEngine
+from hybridengine.weights.hybrid_engine import HybridEngine, WeightPush
+from hybridengine.weights.link import Link
+from hybridengine.weights.storage import WeightStorage
 from hybridengine.weights.transport import PointToPointTransport
 from workers.model_worker import TrainedWorker
 
@@ -85,7 +88,7 @@ class ActorWorker(TrainedWorker):
                 self.trainer.layout,
                 self._engine.layout,
                 group_with(context.rank, groups),
-                run.actor.bucket_bytes // DTYPE_BYTES[run.model.dtype],
+                run.bucket_elements,
                 NodeMap(run.cluster.ranks_per_node),
             ),
             context.rank,
@@ -95,6 +98,7 @@ class ActorWorker(TrainedWorker):
             verify=Verify(run.actor.verify),
             resume_from=str(folder),
         )
+        self._push: WeightPush | None = None
 
     @register(ONE_TO_ALL)
     def start_training(self) -> None:
@@ -265,6 +269,25 @@ class ActorWorker(TrainedWorker):
             return total.loss_sum, keep.sum().int(), (total.stats, int(columns["mask"].sum()))
 
         return self.update_rows(batch, ["ref_log_probs", "told"], loss, unit=2)
+
+    @register(ONE_TO_ALL)
+    def link_facts(self) -> tuple[str, int, NameSet]:
+        """Return what engines need for a link: address and port of the ranks' store, and the parameters' names."""
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), available_names()
+
+    @register(ONE_TO_ALL)
+    def join_link(self, link: Link) -> None:
+        """Join a link to engines, in place of any earlier one. Collective over the link."""
+        timeout_s = self.run.timeouts.collective_s
+        self._push = link.join(
+            self.shape, self.context.rank, timeout_s, self.trainer.weights, WeightStorage({})
+        )
+
+    @register(ONE_TO_ALL)
+    def push_weights(self) -> dict[str, str | int | float]:
+        """Push the weights to the engines of the link; return the report of this rank."""
+        assert self._push is not None, "join_link comes first"
+        return self._push.push().as_dict()
 
     @register(ONE_TO_ALL)
     def export_model(self, folder: str, companions: str) -> None:

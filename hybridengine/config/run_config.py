@@ -31,6 +31,7 @@ from hybridengine.config.sections import (
 )
 from hybridengine.config.values import PathText, Section, flat
 from hybridengine.models.checkpoint_files import COMPANIONS_FOLDER
+from hybridengine.models.shapes import DTYPE_BYTES
 from hybridengine.redaction import redacted
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
@@ -124,6 +125,11 @@ class RunConfig(Section):
     def generation_grid(self) -> GenerationGrid:
         """The actor's generation layout over its training grid."""
         return GenerationGrid(self.grid("actor"), self.actor.generate)
+
+    @property
+    def bucket_elements(self) -> int:
+        """Largest number of weights in the buckets in flight."""
+        return self.actor.bucket_bytes // DTYPE_BYTES[self.model.dtype]
 
     @property
     def engines(self) -> tuple[tuple[int, ...], ...]:

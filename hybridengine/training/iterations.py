@@ -18,6 +18,7 @@ from hybridengine.drivers.roles import Roles, Sampling
 from hybridengine.errors import ConfigError, DataError, shown
 from hybridengine.planning.costs.dataflows import phase_of_call
 from hybridengine.report import keys
+from hybridengine.rollouts.queue import first_seed
 from hybridengine.training.files import RunFiles
 from hybridengine.training.launch import RunPools
 from hybridengine.training.output import RunOutput
@@ -27,10 +28,6 @@ from hybridengine.training.stopping import StopRequest
 NUM_SAMPLES = 16
 """Number of an evaluation's responses that are written as samples."""
 SAMPLE_COLUMNS = ("tokens", "prompt_lengths", "response_lengths", "answers", "scores")
-
-SEED_STRIDES = (1_000_003, 65_537)
-"""Factors a, b of a request's seed = (run seed · a + step) · b + row; b is at least the rows per step, so seeds are
-unique within a run."""
 
 
 def iterate(
@@ -123,7 +120,7 @@ def _carry_out(config: RunConfig, roles: Roles, progress: Progress, step: int) -
         step=step,
         num_prompts=config.data.batch_size,
         samples_per_prompt=config.rollout.samples_per_prompt,
-        first_seed=(config.run.seed * SEED_STRIDES[0] + step) * max(SEED_STRIDES[1], config.rows_per_step),
+        first_seed=first_seed(config.run.seed, step, config.rows_per_step),
     )
     returned = config.algorithm.step(roles, sampling, progress.state)
     who = f"step {step} of algorithm.name={config.algorithm.name}"

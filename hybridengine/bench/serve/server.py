@@ -125,7 +125,7 @@ class ServerProcess:
             self._process.wait()
 
     def stop(self) -> int | None:
-        """Ask the server to end, as a user does, and kill what is left of it; return its status, None if it was killed."""
+        """Ask the server to end, as a user does, and kill what is left of it; return its status, None if killed."""
         family, status = self.processes(), None
         if self._process is not None:
             self._process.terminate()
