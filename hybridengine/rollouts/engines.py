@@ -87,7 +87,9 @@ class Engines:
     def update_weights(self, version: int) -> None:
         """Push the actor's weights, as they are after the calls made so far, to all engines, where they are `version`."""
         received = [engine.group.receive_weights(version) for engine in self._engines]
-        self._reports = [self._actor.push_weights(), *received]
+        pushed = self._actor.push_weights()
+        pushed.inputs += received  # so that waits for the actor see an engine's failure
+        self._reports = [pushed, *received]
         self.queue.version = version
 
     # ---- responses ----
@@ -116,7 +118,10 @@ class Engines:
         while condition():
             self._begin()
             calls = [engine.call for engine in self._engines if engine.call is not None]
-            wait_any([*calls, *(call for call in others if not call.done())])
+            wait_any([*calls, *(call for call in [*others, *self._reports] if not call.poll())])
+            for call in self._reports:
+                if call.failures:
+                    call.wait()
             self._record()
 
     def _begin(self) -> None:

@@ -138,7 +138,8 @@ class PointToPointTransport:
 
     def meet(self) -> None:
         """Wait for all ranks of the group; PeerError with all others, any of which may be at fault, if one is missing."""
-        ranks, own = dist.get_process_group_ranks(self.group), dist.get_rank(self.group)
+        # dist.get_rank(group) looks for the rank in the default world, to which a joined group does not belong
+        ranks, own = dist.get_process_group_ranks(self.group), self.group.rank()
         others = tuple(rank for place, rank in enumerate(ranks) if place != own)
         token = torch.zeros(1, device=self._meets_on)
         self._is_on_device |= token.is_cuda
