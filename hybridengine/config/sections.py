@@ -255,6 +255,8 @@ class GenerationSection(Section):
     """At new weights, running requests keep the keys and values of older weights, or recompute them."""
     steps_per_call: Count = 16
     """Engine steps, of one token per request, between two calls: new weights and requests come between calls."""
+    replay: PathText | None = None
+    """File calls.jsonl of a run with the same configuration, whose order of calls is repeated bit for bit."""
 
 
 class StalenessSection(Section):

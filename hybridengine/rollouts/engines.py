@@ -6,9 +6,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.numpy import load_file, save_file
 from tensordict import TensorDict
 
 from hybridengine.config import RunConfig
@@ -16,10 +18,13 @@ from hybridengine.controller.calls import Future, wait_any
 from hybridengine.controller.rows import Rows
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.report import keys
+from hybridengine.rollouts.order import CallOrder, Wait
 from hybridengine.rollouts.queue import Batch, Rollout, RolloutQueue, first_seed
 from hybridengine.topology.links import NodeMap
 from hybridengine.weights.executor import Verify
 from hybridengine.weights.link import Link
+
+ORDER_FILE, QUEUE_FILE = "calls.jsonl", "rollouts.safetensors"
 
 
 @dataclass
@@ -51,6 +56,10 @@ class Engines:
         self._engines = [_Engine(group, {}) for group in groups]
         self.queue = RolloutQueue(
             config.rollout.samples_per_prompt, config.data.batch_size, config.run.steps, config.staleness
+        )
+        self._order = CallOrder(
+            config.run_folder / ORDER_FILE,
+            Path(config.generation.replay) if config.generation.replay else None,
         )
         self._num_links = 0
         self._reports: list[Future] = []
@@ -94,6 +103,36 @@ class Engines:
 
     # ---- responses ----
 
+    def go_on(self, version: int, saved: Path | None) -> None:
+        """Connect the engines with weights of `version`, and go on with the queue that was saved in a folder, if any."""
+        if saved is not None and (saved / QUEUE_FILE).exists():
+            self.queue.load_state(load_file(saved / QUEUE_FILE))
+        else:  # a new run, or one that was synchronous so far
+            self.queue.begin_at(version)
+        self._order.go_on_after(version)
+        self.connect(version)
+        self._spread(self.queue.unfinished())
+
+    def save(self, folder: Path) -> None:
+        """Save the queue with every token drawn so far.
+
+        Engines then go on from these tokens, as a resumed run does, so that both draw the same ones.
+        """
+        self._work_while(
+            self.queue.version, lambda: any(one.call is not None for one in self._engines), begins=False
+        )
+        for engine in self._engines:
+            engine.group.withdraw()
+            engine.rollouts.clear()
+        save_file(self.queue.state(), folder / QUEUE_FILE)
+        self._spread(self.queue.unfinished())
+
+    def _spread(self, rollouts: Sequence[Rollout]) -> None:
+        """Send responses to the engines in turn."""
+        for place, engine in enumerate(self._engines):
+            if own := rollouts[place :: len(self._engines)]:
+                self._send(engine, own)
+
     def take(self, version: int) -> Rows:
         """Return the rows of the next batch, which trains the weights of `version`, once it is complete.
 
@@ -102,7 +141,7 @@ class Engines:
         """
         assert version == self.queue.num_taken, f"batch {self.queue.num_taken} cannot train version {version}"
         begun_s = time.monotonic()
-        self._work_while(lambda: not self.queue.is_ready)
+        self._work_while(version + 1, lambda: not self.queue.is_ready)
         self._waited_s += time.monotonic() - begun_s
         batch = self.queue.take()
         rows = Rows.of(self._columns(batch))
@@ -112,17 +151,38 @@ class Engines:
 
     def work_until(self, *calls: Future) -> None:
         """Keep the engines at work until calls of other groups have ended."""
-        self._work_while(lambda: not all(call.done() for call in calls), calls)
+        self._work_while(self.queue.num_taken, lambda: not all(call.done() for call in calls), calls)
 
-    def _work_while(self, condition: Callable[[], bool], others: Sequence[Future] = ()) -> None:
-        while condition():
-            self._begin()
+    def _work_while(
+        self, step: int, condition: Callable[[], bool], others: Sequence[Future] = (), *, begins: bool = True
+    ) -> None:
+        """Keep the engines at work while a condition holds, which changes with their calls or with `others`.
+
+        `step` is the iteration, from 1. Without `begins`, engines get neither requests nor calls.
+        """
+        ended = list[list[int]]()
+        repeated = self._order.next_wait(step)
+        while len(ended) < len(repeated) if repeated is not None else condition():
+            if begins:
+                self._begin()
+            if repeated is not None:
+                ended.append(self._record(repeated[len(ended)]))
+                continue
             calls = [engine.call for engine in self._engines if engine.call is not None]
             wait_any([*calls, *(call for call in [*others, *self._reports] if not call.poll())])
             for call in self._reports:
                 if call.failures:
                     call.wait()
-            self._record()
+            ended.append(
+                self._record(
+                    [
+                        place
+                        for place, engine in enumerate(self._engines)
+                        if engine.call is not None and engine.call.done()
+                    ]
+                )
+            )
+        self._order.record(Wait(step, ended))
 
     def _begin(self) -> None:
         """Give requests and a call to every engine that has none in flight."""
@@ -168,17 +228,17 @@ class Engines:
         engine.group.begin(requests)
         engine.rollouts |= {rollout.number: rollout for rollout in rollouts}
 
-    def _record(self) -> None:
-        """Record the calls that have ended."""
-        for engine in self._engines:
-            if engine.call is None or not engine.call.done():
-                continue
+    def _record(self, places: list[int]) -> list[int]:
+        """Record the calls of some engines, which have ended or are waited for; return `places`."""
+        for engine in (self._engines[place] for place in places):
+            assert engine.call is not None, "an engine is given a call before it ends"
             (drawn,) = engine.call.get()
             engine.call = None
             self.queue.record(drawn)
             engine.rollouts = {
                 number: rollout for number, rollout in engine.rollouts.items() if not rollout.has_ended
             }
+        return places
 
     def _columns(self, batch: Batch) -> TensorDict:
         """Return the columns of a batch that the engines have drawn."""

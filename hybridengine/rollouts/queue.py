@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hybridengine.config.sections import StalenessSection
-from hybridengine.errors import WorkerError
+from hybridengine.errors import CheckpointError, WorkerError
 from hybridengine.rollouts.drawn import Drawn
 
 SEED_STRIDES = (1_000_003, 65_537)
@@ -153,6 +153,9 @@ class RolloutQueue:
         """Return everything in the queue as arrays, for a checkpoint."""
         rollouts = [rollout for _, rollout in sorted(self._rollouts.items())]
         return {
+            "settings": np.array(
+                [self.samples, self.prompts_per_batch, self._staleness.max_versions], dtype=np.int64
+            ),
             "counters": np.array([self.version, self.num_taken, self._next], dtype=np.int64),
             "complete": np.array(self._complete, dtype=np.int64),
             "numbers": np.array([rollout.number for rollout in rollouts], dtype=np.int64),
@@ -165,8 +168,21 @@ class RolloutQueue:
             "versions": np.array([one for rollout in rollouts for one in rollout.versions], dtype=np.int32),
         }
 
+    def begin_at(self, version: int) -> None:
+        """Begin with the prompts that follow those of `version` batches."""
+        self.version = self.num_taken = version
+        self._next = version * self.prompts_per_batch * self.samples
+
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Go on with what `state` has returned."""
+        """Go on with what `state` has returned; CheckpointError if other settings number or bound the responses."""
+        names = ("rollout.samples_per_prompt", "data.batch_size", "staleness.max_versions")
+        now = (self.samples, self.prompts_per_batch, self._staleness.max_versions)
+        for name, before, value in zip(names, state["settings"].tolist(), now, strict=True):
+            if value < before or (value != before and name != names[-1]):
+                raise CheckpointError(
+                    f"{name}={value} was {before} when the responses in flight were begun, and may"
+                    f" {'only rise' if name == names[-1] else 'not change'} in an asynchronous run; resume with {before}"
+                )
         self.version, self.num_taken, self._next = state["counters"].tolist()
         self._complete = state["complete"].tolist()
         self._rollouts = {number: Rollout(number) for number in state["numbers"].tolist()}

@@ -186,7 +186,9 @@ class _Run:
             say(f"state of step {checkpoint.step} loaded")
         say(f"{', '.join(role for role in config.algorithm.roles if role != 'actor')} ready")
         if engines:
-            roles.generation.connect(progress.step)
+            roles.generation.go_on(
+                progress.step, checkpoint.folder if checkpoint and checkpoint.step else None
+            )
         call_log().take_records()  # discard those of a failed attempt
         with RunOutput(config, pools.nodes, self.files.tokenizer, self.console, self.trackers) as output:
             saver = RunSaver(config, roles, progress, say)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.config.sections import StalenessSection
-from hybridengine.errors import WorkerError
+from hybridengine.errors import CheckpointError, WorkerError
 from hybridengine.rollouts.drawn import Drawn
 from hybridengine.rollouts.queue import Rollout, RolloutQueue, first_seed
 
@@ -114,7 +114,7 @@ def test_each_response_is_trained_once_whatever_their_order(
     run = Run(queue, seed, num_engines, slots)
     carry_out(run, num_batches)
     rows = prompts * samples
-    assert sorted(sum(run.trained, [])) == [*range(rows * num_batches)]
+    assert sorted(number for batch in run.trained for number in batch) == [*range(rows * num_batches)]
     for batch in run.trained:
         groups = Counter(number // samples for number in batch)
         assert set(groups.values()) == {samples}
@@ -148,6 +148,26 @@ def test_a_queue_goes_on_from_its_state(
         carry_out(one, num_batches)
     assert twin.trained == run.trained
     assert twin.ages == run.ages
+
+
+@pytest.mark.parametrize(
+    ("samples", "prompts", "eta", "message"),
+    [
+        (
+            3,
+            3,
+            1,
+            "rollout.samples_per_prompt=3 was 2 .* may not change in an asynchronous run; resume with 2",
+        ),
+        (2, 4, 1, "data.batch_size=4 was 3 when the responses in flight were begun"),
+        (2, 3, 0, "staleness.max_versions=0 was 1 .* may only rise"),
+    ],
+)
+def test_a_state_of_other_settings_is_refused(samples: int, prompts: int, eta: int, message: str) -> None:
+    before = RolloutQueue(2, 3, 4, StalenessSection(max_versions=1))
+    with pytest.raises(CheckpointError, match=message):
+        RolloutQueue(samples, prompts, 4, StalenessSection(max_versions=eta)).load_state(before.state())
+    RolloutQueue(2, 3, 9, StalenessSection(max_versions=5)).load_state(before.state())
 
 
 def test_what_may_be_begun() -> None:
