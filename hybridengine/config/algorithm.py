@@ -43,19 +43,20 @@ class Conflict(NamedTuple):
     """Dotted keys of these values."""
 
 
-CorrectionName = Literal["token_tis", "sequence_tis", "sequence_mis", "geometric_filter"]
+CorrectionName = Literal["token_tis", "icepop", "sequence_tis", "sequence_mis", "geometric_filter"]
 
 
 class CorrectionSection(Section):
     """Correction of differences between engine and trainer log-probs: weights rho = pi_train / pi_rollout."""
 
     name: CorrectionName = "token_tis"
-    """Correction method: token_tis and sequence_tis cap weights at `high`, sequence_mis drops sequences above it, and
-    geometric_filter drops sequences whose geometric mean of rho is not between `low` and `high`."""
+    """Correction method: token_tis (decoupled PPO with a cap) and sequence_tis cap weights at `high`, icepop drops tokens
+    whose weight is not between `low` and `high`, sequence_mis drops sequences above `high`, and geometric_filter drops
+    sequences whose geometric mean of rho is not between `low` and `high`."""
     high: Positive = 2.0
-    """Largest weight, or largest mean for geometric_filter."""
+    """Largest weight, or largest mean for geometric_filter. Published for icepop: 5."""
     low: NonNegative = 0.0
-    """Smallest mean for geometric_filter."""
+    """Smallest weight for icepop, smallest mean for geometric_filter. Published for icepop: 0.5."""
 
 
 class Algorithm(Section):
