@@ -114,6 +114,13 @@ def _algorithm(config: RunConfig) -> Iterator[Conflict]:
             " lower the one or raise the other",
             ("algorithm.correction.low", "algorithm.correction.high"),
         )
+    if (overlong := algorithm.overlong) is not None:
+        yield from overlong.conflicts(config.rollout.max_response_tokens)
+        if not algorithm.reads_overlong:
+            yield Conflict(
+                f"algorithm.overlong is not read by {named}, which computes no advantages; leave it out",
+                ("algorithm.overlong", "algorithm.name"),
+            )
     roles = ", ".join(algorithm.roles)
     if "reward" not in algorithm.roles and config.eval_file is not None:
         held_out = "data.eval_file" if config.data.eval_file else "data.task"

@@ -27,8 +27,9 @@ from hybridengine.algorithms.masking import (
     whiten,
     zero_masked,
 )
+from hybridengine.algorithms.overlong import cut_responses, length_penalties
 from hybridengine.algorithms.staleness import fresh_tokens, staleness_metrics
-from hybridengine.config.algorithm import Algorithm
+from hybridengine.config.algorithm import Algorithm, OverlongSection
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.reinforce_plus_plus import ReinforcePlusPlus
@@ -77,22 +78,40 @@ def correction_weights(rows: TensorDictBase, mask_BR: Tensor, algorithm: Algorit
     return rollout_weights(correction.name, *log_probs, mask_BR, correction.high, correction.low)
 
 
-def trained_tokens(rows: TensorDictBase, mask_BR: Tensor) -> Tensor:
-    """Return `mask_BR` without the tokens that are not `fresh` [B, R]; `mask_BR` itself without that column."""
-    return mask_BR & rows["fresh"] if "fresh" in columns_of(rows) else mask_BR
+def trained_tokens(rows: TensorDictBase, mask_BR: Tensor, algorithm: Algorithm) -> Tensor:
+    """Return `mask_BR` without tokens that are not `fresh` [B, R], and without cut responses if `overlong.mask`.
+
+    Without that column and that option the result is `mask_BR` itself.
+    """
+    if "fresh" in columns_of(rows):
+        mask_BR = mask_BR & rows["fresh"]
+    if algorithm.overlong is not None and algorithm.overlong.mask:
+        mask_BR = mask_BR & ~cut_responses(rows["response_lengths"], mask_BR.size(1))[:, None]
+    return mask_BR
+
+
+def penalties_of(rows: TensorDictBase, algorithm: Algorithm) -> Tensor:
+    """Return the amounts [B] by which the scores of over-long responses fall."""
+    lengths, width = rows["response_lengths"], rows["log_probs"].size(1)
+    overlong = algorithm.overlong or OverlongSection()
+    penalties = length_penalties(lengths, width, overlong.cache_tokens, overlong.penalty)
+    return penalties.to(rows["scores"].dtype)
 
 
 def counted_rows(rows: TensorDictBase, algorithm: Algorithm) -> Counted:
-    """Return the valid parts of `rows` (`drivers.dataflow.COLUMNS`, any `fresh`), after drops and rollout correction."""
+    """Return the valid parts of `rows` (`drivers.dataflow.COLUMNS`, any `fresh`), after drops and rollout correction.
+
+    The scores include the punishment of over-long responses.
+    """
     mask = response_mask(rows["response_lengths"], rows["log_probs"].size(1))
     keep, weights = ~rows["dropped"], None
-    trained = trained_tokens(rows, mask & keep[:, None])
+    trained = trained_tokens(rows, mask & keep[:, None], algorithm)
     if (found := correction_weights(rows, trained, algorithm)) is not None:
         keep, weights = keep & found.keep_B, found.weights_BR
     mask = mask & keep[:, None]
-    trained = trained_tokens(rows, mask)
+    trained = trained_tokens(rows, mask, algorithm)
     kl = zero_masked(KL_ESTIMATORS[algorithm.kl_estimator](rows["log_probs"], rows["ref_log_probs"]), mask)
-    scores = torch.where(keep, rows["scores"], torch.zeros_like(rows["scores"]))
+    scores = torch.where(keep, rows["scores"] - penalties_of(rows, algorithm), 0.0)
     return Counted(keep, mask, trained, scores, kl, weights)
 
 
@@ -187,8 +206,8 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Return means of rewards, of each term's scores, of the KL divergence and of lengths; if the training model has
     computed log-probs, also its entropy, their distance from the engine's, and statistics of the rollout correction;
-    and, if a `version` trains rows with `versions` [B, R], their `staleness_metrics`. Raises DataError if no response has
-    a score.
+    and, if a `version` trains rows with `versions` [B, R], their `staleness_metrics`. Scores are those before any
+    punishment of over-long responses, which has metrics of its own. Raises DataError if no response has a score.
     """
     keep = ~rows["dropped"]
     mask = response_mask(rows["response_lengths"], rows["log_probs"].size(1))
@@ -223,12 +242,28 @@ def rollout_metrics(
         metrics[keys.LOG_PROB_ABS_DIFF_MAX] = float(across.max(masked_max(difference, mask)))
         entropies = float(across.sum(masked_sum(rows["entropies"], mask).double()))
         metrics["rollout/entropy_mean"] = entropies / max(1.0, num_tokens)
-    trained = trained_tokens(rows, mask & keep[:, None])
+    trained = trained_tokens(rows, mask & keep[:, None], algorithm)
     if (weights := correction_weights(rows, trained, algorithm)) is not None:
         metrics |= correction_metrics(weights, across)
     if version is not None:
         metrics |= staleness_metrics(rows["versions"], mask, version, max_versions, across)
-    return metrics
+    return metrics | _overlong_metrics(rows, across, algorithm)
+
+
+def _overlong_metrics(rows: TensorDictBase, across: Across, algorithm: Algorithm) -> dict[str, float]:
+    """Return overlong/cut_share, the share of responses of the maximum length, and overlong/penalty_mean, by which the
+    scores fall on average; nothing without the option `overlong`.
+    """
+    if algorithm.overlong is None:
+        return {}
+    keep = ~rows["dropped"]
+    cut = cut_responses(rows["response_lengths"], rows["log_probs"].size(1))
+    parts = [cut.sum(), penalties_of(rows, algorithm)[keep].sum(), torch.tensor(len(rows)), keep.sum()]
+    num_cut, penalties, num_rows, num_scored = across.sum(torch.stack([x.double() for x in parts])).tolist()
+    return {
+        "overlong/cut_share": num_cut / num_rows,
+        "overlong/penalty_mean": penalties / max(num_scored, 1.0),
+    }
 
 
 def _length_quantiles(rows: TensorDictBase, across: Across) -> dict[str, float]:
