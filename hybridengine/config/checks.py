@@ -16,6 +16,7 @@ from hybridengine.topology.sizes import TrainSizes
 
 SERVED = ("model", "cluster.", "actor.", "reference.", "rollout.", "timeouts.", "faults.", "serve.")
 """Beginnings of the keys that a server reads."""
+CISPO_LOSS = "hybridengine.algorithms.losses.policy:cispo_loss"
 PLACEMENT_KEYS = ("cluster.ranks_per_node", "cluster.pools", "rollout.kv_cache_bytes")
 
 
@@ -121,6 +122,12 @@ def _algorithm(config: RunConfig) -> Iterator[Conflict]:
                 f"algorithm.overlong is not read by {named}, which computes no advantages; leave it out",
                 ("algorithm.overlong", "algorithm.name"),
             )
+    if algorithm.loss == CISPO_LOSS and config.actor.dual_clip is not None:
+        yield Conflict(
+            f"actor.dual_clip={config.actor.dual_clip:g} is not read by algorithm.loss={algorithm.loss}, which bounds"
+            " every weight; leave it out",
+            ("actor.dual_clip", "algorithm.loss"),
+        )
     roles = ", ".join(algorithm.roles)
     if "reward" not in algorithm.roles and config.eval_file is not None:
         held_out = "data.eval_file" if config.data.eval_file else "data.task"

@@ -17,6 +17,7 @@ from hybridengine.drivers.advantages import mark_fresh, rollout_metrics
 from hybridengine.drivers.dataflow import MARK_FRESH, measure_rollout, with_advantages, with_fresh_tokens
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.drivers.reinforce_plus_plus import ReinforcePlusPlus
+from hybridengine.drivers.safe_rlhf import SafeRlhf
 from hybridengine.importing import import_object
 from tests.unit.test_dataflow_functions import (
     COST_DROPPED,
@@ -27,11 +28,11 @@ from tests.unit.test_dataflow_functions import (
     SAMPLES,
     SETTINGS,
     WIDTH,
-    SafeRlhf,
     assert_rows,
-    gae_of,
+    estimates_of,
     returns_of,
     rewards_of,
+    safe_advantages_of,
 )
 
 VERSION, MAX_VERSIONS = 7, 1
@@ -76,9 +77,7 @@ def test_the_rows_have_stale_and_fresh_tokens_everywhere() -> None:
 def test_advantages_of_ppo() -> None:
     """GAE runs over whole responses: a fresh token's advantage depends on the stale ones after it."""
     found = advantages.ppo(batch(), ONE_PROCESS, SETTINGS, SAMPLES)
-    estimates = {
-        row: gae_of(rewards_of(row), ROWS["values"][row, : LENGTHS[row]].tolist(), 0.9, 0.8) for row in KEPT
-    }
+    estimates = estimates_of(KEPT)
     assert_rows(found["advantages"], whitened_where_fresh(estimates))
     returns = {
         row: [one + two for one, two in zip(estimates[row], ROWS["values"][row].tolist(), strict=False)]
@@ -93,19 +92,7 @@ def test_advantages_of_safe_rlhf() -> None:
     found = advantages.safe_rlhf(
         batch(), ONE_PROCESS, SafeRlhf(kl_coef=0.1, gamma=0.9, lam=0.8), SAMPLES, 2.0
     )
-    parts = []
-    for scores, values, kl_coef in (("scores", "values", 0.05), ("cost_scores", "cost_values", -0.05)):
-        estimates = {
-            row: gae_of(
-                rewards_of(row, kl_coef, scores), ROWS[values][row, : LENGTHS[row]].tolist(), 0.9, 0.8
-            )
-            for row in judged
-        }
-        parts.append(whitened_where_fresh(estimates))
-    expected = {
-        row: [(one - 2 * two) / 3 for one, two in zip(parts[0][row], parts[1][row], strict=True)]
-        for row in judged
-    }
+    expected = safe_advantages_of(judged, whitened_where_fresh)
     assert_rows(found["advantages"], expected)
     assert_trained(found, judged)
 

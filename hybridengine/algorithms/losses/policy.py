@@ -256,7 +256,7 @@ def cispo_loss(
 ) -> SummedLoss:
     """Return CISPO's loss (`clipped_weight_loss`) of the columns of `clipped_loss`, with the actor's clip ranges.
 
-    As published, there is no lower bound: `actor.clip_low` 1. `actor.dual_clip` is ignored.
+    As published, there is no lower bound: `actor.clip_low` 1. `actor.dual_clip` is not read.
     """
     return clipped_weight_loss(
         log_probs_BR,
