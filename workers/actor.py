@@ -213,16 +213,22 @@ class ActorWorker(TrainedWorker):
     @register(
         PROTO_3D,
         [*SEQUENCE_COLUMNS, "log_probs", "advantages"],
-        optional=["keep", "weights", "ref_log_probs", ROW_NUMBERS],
+        optional=["keep", "trained", "versions", "weights", "ref_log_probs", ROW_NUMBERS],
     )
-    def update(self, batch: TensorDictBase, algorithm: Algorithm | None = None) -> dict[str, float]:
+    def update(
+        self, batch: TensorDictBase, algorithm: Algorithm | None = None, version: int | None = None
+    ) -> dict[str, float]:
         """Update the policy with the algorithm's loss, entropy bonus and KL loss; return metrics on the last stage.
 
-        Reads a rollout with `log_probs` and `advantages` [B, R], and optionally rows to `keep` [B], `weights` [B, R] of
-        the rollout correction, and `ref_log_probs` [B, R].
+        Reads a rollout with `log_probs` and `advantages` [B, R], and optionally rows to `keep` [B], tokens that are
+        `trained` [B, R], `weights` [B, R] of the rollout correction, and `ref_log_probs` [B, R].
+
+        Args:
+            version: version of the weights before the update, for rows with the `versions` [B, R] that drew them.
 
         Raises:
             ProtocolError: a KL loss without `ref_log_probs`, or fewer rows than mini-batches.
+            StalenessError: a token in the loss is older than `staleness.max_versions`, or newer than the weights.
         """
         section = self.run.actor
         algorithm = algorithm or self.run.algorithm
@@ -246,7 +252,7 @@ class ActorWorker(TrainedWorker):
                 total = total + kl_loss(log_probs, columns["ref_log_probs"], mask, *settings)
             return total.loss_sum, aggregation.count(mask).int(), (total.stats, int(mask.sum()))
 
-        return self.update_rows(batch, columns_of, loss)
+        return self.update_rows(batch, columns_of, loss, version=version)
 
     @register(PROTO_3D, [*SEQUENCE_COLUMNS, "ref_log_probs", "scores", "dropped"], optional=[ROW_NUMBERS])
     def update_preferences(

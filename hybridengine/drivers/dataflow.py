@@ -20,8 +20,22 @@ COLUMNS = ("response_lengths", "rollout_log_probs", "log_probs", "ref_log_probs"
 STATISTICS = ("prompt_lengths", *COLUMNS)
 """Columns that `rollout_metrics` reads, in addition to `entropies`."""
 ROLLOUT_METRICS = "hybridengine.drivers.advantages:rollout_metrics"
+MARK_FRESH = "hybridengine.drivers.advantages:mark_fresh"
 LOSS_PARAMETERS = ("log_probs", "columns", "algorithm", "actor", "aggregation")
 """Parameters of a loss function."""
+
+
+def with_fresh_tokens(roles: Roles, batch: Any, version: int, max_versions: int) -> Any:
+    """Return an asynchronous batch with the column `fresh`, False at tokens that are too old to be trained.
+
+    It reads `versions`, the version of the weights that drew each token. Pass `columns=["fresh"]` to `with_advantages`.
+
+    Args:
+        version: version of the weights that are trained.
+        max_versions: largest age of a trained token, `staleness.max_versions`.
+    """
+    inputs = batch.select("response_lengths", "versions")
+    return batch.union(roles.compute.map(inputs, MARK_FRESH, version, max_versions))
 
 
 def with_advantages(
@@ -35,10 +49,24 @@ def with_advantages(
     return batch.union(roles.compute.map(inputs, algorithm.advantages, algorithm, samples, *more))
 
 
-def measure_rollout(roles: Roles, batch: Any, algorithm: Algorithm, *, from_engine: bool = False) -> Any:
-    """Return the future of a batch's `rollout_metrics`; `from_engine` if it has the engine's log-probs, not entropies."""
+def measure_rollout(
+    roles: Roles,
+    batch: Any,
+    algorithm: Algorithm,
+    *,
+    from_engine: bool = False,
+    version: int | None = None,
+    max_versions: int = 0,
+) -> Any:
+    """Return the future of a batch's `rollout_metrics`; `from_engine` if it has the engine's log-probs, not entropies.
+
+    `version` and `max_versions` are those of `with_fresh_tokens`, for an asynchronous batch.
+    """
     columns = [*STATISTICS, *roles.term_columns, *([] if from_engine else ["entropies"])]
-    return roles.compute.measure(batch.select(*columns), ROLLOUT_METRICS, algorithm, roles.term_columns)
+    if version is not None:
+        columns += ["versions", "fresh"]
+    inputs, terms = batch.select(*columns), roles.term_columns
+    return roles.compute.measure(inputs, ROLLOUT_METRICS, algorithm, terms, version, max_versions)
 
 
 def switch_metrics(
