@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridengine.algorithms.drift import check_drift, save_reproduction
 from hybridengine.algorithms.losses.aggregation import Aggregation, LossStats, SummedLoss
 from hybridengine.algorithms.losses.policy import entropy_bonus, kl_loss
+from hybridengine.algorithms.masking import response_mask
 from hybridengine.backends.engine import Response, SamplingSettings, generate
 from hybridengine.backends.megatron.model import available_names
 from hybridengine.backends.megatron.weights import save_weights
@@ -99,6 +100,8 @@ class ActorWorker(TrainedWorker):
             resume_from=str(folder),
         )
         self._push: WeightPush | None = None
+        self._version = 0
+        """Version of the weights, as engines on other ranks know it."""
 
     @register(ONE_TO_ALL)
     def start_training(self) -> None:
@@ -179,12 +182,13 @@ class ActorWorker(TrainedWorker):
         }
         return TensorDict(columns, batch_size=[len(rows)]), outputs
 
-    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=["rollout_log_probs"], returns_rows=True)
+    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=["rollout_log_probs", "versions"], returns_rows=True)
     def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
         """Return `log_probs` and `entropies` [B, R] of the response tokens under the training model.
 
         Raises DriftError if the engine's `rollout_log_probs` [B, R], if present, differ by more than
-        `guards.log_prob_drift`; the rows are then saved in the run's folder.
+        `guards.log_prob_drift`; the rows are then saved in the run's folder. Rows with tokens of other weights than the
+        present ones, by their `versions` [B, R], are not compared.
         """
         names = ("log_probs", "entropies")
         result = self.forward_rows(
@@ -192,7 +196,11 @@ class ActorWorker(TrainedWorker):
         )
         bound = self.run.guards.log_prob_drift
         if result is not None and bound is not None and "rollout_log_probs" in rollout.keys():  # noqa: SIM118
-            check_drift(rollout, result["log_probs"], bound, self._save_reproduction)
+            rows = torch.arange(len(rollout))
+            if "versions" in rollout.keys():  # noqa: SIM118
+                mask = response_mask(rollout["response_lengths"], rollout["versions"].size(1))
+                rows = rows[((rollout["versions"] == self._version) | ~mask).all(1)]
+            check_drift(rollout[rows], result["log_probs"][rows], bound, self._save_reproduction)
         return result
 
     def _save_reproduction(self, rows: dict[str, Tensor], drift: float) -> Path:
@@ -290,9 +298,10 @@ class ActorWorker(TrainedWorker):
         )
 
     @register(ONE_TO_ALL)
-    def push_weights(self) -> dict[str, str | int | float]:
-        """Push the weights to the engines of the link; return the report of this rank."""
+    def push_weights(self, version: int) -> dict[str, str | int | float]:
+        """Push the weights, which are `version` from now on, to the engines of the link; return this rank's report."""
         assert self._push is not None, "join_link comes first"
+        self._version = version
         return self._push.push().as_dict()
 
     @register(ONE_TO_ALL)

@@ -70,7 +70,7 @@ def check_ages(rows: TensorDictBase, version: int | None, max_versions: int) -> 
         )
     raise StalenessError(
         f"{token}: its age of {age} exceeds staleness.max_versions={max_versions}; mask older tokens"
-        " (`with_fresh_tokens`, and its column `fresh` for the advantages), or raise the bound"
+        " (pass the column `fresh` to the advantages), or raise the bound"
     )
 
 

@@ -28,7 +28,7 @@ from hybridengine.algorithms.masking import (
     zero_masked,
 )
 from hybridengine.algorithms.overlong import cut_responses, length_penalties
-from hybridengine.algorithms.staleness import fresh_tokens, staleness_metrics
+from hybridengine.algorithms.staleness import staleness_metrics
 from hybridengine.config.algorithm import Algorithm, OverlongSection
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.drivers.ppo import Ppo
@@ -187,13 +187,6 @@ def mean_cost(rows: TensorDictBase, across: Across) -> dict[str, float]:
     if not count:
         raise DataError("none of this step's responses has a cost; look at the cost function's failures")
     return {"cost/mean": float(total / count)}
-
-
-def mark_fresh(rows: TensorDictBase, across: Across, version: int, max_versions: int) -> TensorDict:
-    """Return `fresh` [B, R], False at tokens whose `versions` [B, R] are too old to be trained by `version`."""
-    mask = response_mask(rows["response_lengths"], rows["versions"].size(1))
-    fresh = fresh_tokens(rows["versions"], mask, version, max_versions)
-    return TensorDict({"fresh": fresh}, batch_size=[len(rows)])
 
 
 def rollout_metrics(

@@ -14,17 +14,17 @@ class AsyncGrpo(Grpo):
 
     def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
         """Run one iteration; return its metrics."""
-        actor, engines = roles.actor, roles.generation
+        actor, engines, version = roles.actor, roles.generation, sampling.step - 1
 
-        batch = engines.take(sampling.step - 1)
+        batch = engines.take(version)
         batch = batch.union(
             actor.compute_log_probs(batch),
             roles.reference.compute_log_probs(batch),
             roles.reward.compute_scores(batch),
         )
-        batch = with_advantages(roles, batch, self, sampling.samples_per_prompt)
-        update = actor.update(batch, self)
-        measured = measure_rollout(roles, batch, self)
+        batch = with_advantages(roles, batch, self, sampling.samples_per_prompt, columns=["fresh"])
+        update = actor.update(batch, self, version)
+        measured = measure_rollout(roles, batch, self, version=version, max_versions=engines.max_versions)
         engines.work_until(update, measured)
         engines.update_weights(sampling.step)
 

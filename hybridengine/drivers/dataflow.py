@@ -20,22 +20,8 @@ COLUMNS = ("response_lengths", "rollout_log_probs", "log_probs", "ref_log_probs"
 STATISTICS = ("prompt_lengths", *COLUMNS)
 """Columns that `rollout_metrics` reads, in addition to `entropies`."""
 ROLLOUT_METRICS = "hybridengine.drivers.advantages:rollout_metrics"
-MARK_FRESH = "hybridengine.drivers.advantages:mark_fresh"
 LOSS_PARAMETERS = ("log_probs", "columns", "algorithm", "actor", "aggregation")
 """Parameters of a loss function."""
-
-
-def with_fresh_tokens(roles: Roles, batch: Any, version: int, max_versions: int) -> Any:
-    """Return an asynchronous batch with the column `fresh`, False at tokens that are too old to be trained.
-
-    It reads `versions`, the version of the weights that drew each token. Pass `columns=["fresh"]` to `with_advantages`.
-
-    Args:
-        version: version of the weights that are trained.
-        max_versions: largest age of a trained token, `staleness.max_versions`.
-    """
-    inputs = batch.select("response_lengths", "versions")
-    return batch.union(roles.compute.map(inputs, MARK_FRESH, version, max_versions))
 
 
 def with_advantages(
@@ -43,7 +29,8 @@ def with_advantages(
 ) -> Any:
     """Return the batch with the columns computed by `algorithm.advantages` on the ranks that hold its rows.
 
-    It is called with `samples`, the responses per prompt, and then `more`; it reads `columns` in addition to `COLUMNS`.
+    It is called with `samples`, the responses per prompt, and then `more`; it reads `columns` in addition to `COLUMNS`
+    (`fresh` of an asynchronous batch, among others).
     """
     inputs = batch.select(*COLUMNS, *columns)
     return batch.union(roles.compute.map(inputs, algorithm.advantages, algorithm, samples, *more))
@@ -60,7 +47,7 @@ def measure_rollout(
 ) -> Any:
     """Return the future of a batch's `rollout_metrics`; `from_engine` if it has the engine's log-probs, not entropies.
 
-    `version` and `max_versions` are those of `with_fresh_tokens`, for an asynchronous batch.
+    An asynchronous batch is measured with the `version` of the weights that it trains and `staleness.max_versions`.
     """
     columns = [*STATISTICS, *roles.term_columns, *([] if from_engine else ["entropies"])]
     if version is not None:

@@ -13,6 +13,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 from tensordict import TensorDict
 
+from hybridengine.algorithms.masking import response_mask
+from hybridengine.algorithms.staleness import fresh_tokens
 from hybridengine.config import RunConfig
 from hybridengine.controller.calls import Future, wait_any
 from hybridengine.controller.rows import Rows
@@ -25,6 +27,7 @@ from hybridengine.weights.executor import Verify
 from hybridengine.weights.link import Link
 
 ORDER_FILE, QUEUE_FILE = "calls.jsonl", "rollouts.safetensors"
+RESPONSE_COLUMNS = ("response_lengths", "rollout_log_probs", "versions", "fresh")
 
 
 @dataclass
@@ -61,6 +64,7 @@ class Engines:
             config.run_folder / ORDER_FILE,
             Path(config.generation.replay) if config.generation.replay else None,
         )
+        self.max_versions = config.staleness.max_versions
         self._num_links = 0
         self._reports: list[Future] = []
         self._waited_s = 0.0
@@ -96,7 +100,7 @@ class Engines:
     def update_weights(self, version: int) -> None:
         """Push the actor's weights, as they are after the calls made so far, to all engines, where they are `version`."""
         received = [engine.group.receive_weights(version) for engine in self._engines]
-        pushed = self._actor.push_weights()
+        pushed = self._actor.push_weights(version)
         pushed.inputs += received  # so that waits for the actor see an engine's failure
         self._reports = [pushed, *received]
         self.queue.version = version
@@ -136,8 +140,8 @@ class Engines:
     def take(self, version: int) -> Rows:
         """Return the rows of the next batch, which trains the weights of `version`, once it is complete.
 
-        Columns: those of the prompts, `tokens` [B, P + R], `response_lengths` [B], `rollout_log_probs` [B, R] and
-        `versions` [B, R], int32, -1 after the response.
+        Columns: those of the prompts, `tokens` [B, P + R], `response_lengths` [B], and [B, R] each `rollout_log_probs`,
+        `versions` (int32, -1 after the response), and `fresh`, which is False at tokens too old to be trained.
         """
         assert version == self.queue.num_taken, f"batch {self.queue.num_taken} cannot train version {version}"
         begun_s = time.monotonic()
@@ -145,9 +149,7 @@ class Engines:
         self._waited_s += time.monotonic() - begun_s
         batch = self.queue.take()
         rows = Rows.of(self._columns(batch))
-        return self._prompts.sequences(rows).union(
-            rows.select("response_lengths", "rollout_log_probs", "versions")
-        )
+        return self._prompts.sequences(rows).union(rows.select(*RESPONSE_COLUMNS))
 
     def work_until(self, *calls: Future) -> None:
         """Keep the engines at work until calls of other groups have ended."""
@@ -244,15 +246,19 @@ class Engines:
         """Return the columns of a batch that the engines have drawn."""
         width, rollouts = self._config.rollout.max_response_tokens, batch.rollouts
         numbers = torch.tensor([rollout.number for rollout in rollouts])
+        lengths = torch.tensor([len(rollout.tokens) for rollout in rollouts])
+        versions = _padded([rollout.versions for rollout in rollouts], width, -1, torch.int32)
+        fresh = fresh_tokens(versions, response_mask(lengths, width), batch.version, self.max_versions)
         return TensorDict(
             {
                 "prompt_numbers": numbers // self.queue.samples,
-                "response_lengths": torch.tensor([len(rollout.tokens) for rollout in rollouts]),
+                "response_lengths": lengths,
                 "response_tokens": _padded([rollout.tokens for rollout in rollouts], width, 0, torch.int32),
                 "rollout_log_probs": _padded(
                     [rollout.log_probs for rollout in rollouts], width, 0, torch.float32
                 ),
-                "versions": _padded([rollout.versions for rollout in rollouts], width, -1, torch.int32),
+                "versions": versions,
+                "fresh": fresh,
             },
             batch_size=[len(rollouts)],
         )

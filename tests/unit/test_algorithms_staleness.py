@@ -71,8 +71,8 @@ def test_an_update_refuses_exactly_the_tokens_in_its_loss_beyond_the_bound(
     rule = (
         "must be at least 0; call the update with the version that it starts from"
         if age < 0
-        else f"exceeds staleness.max_versions={max_versions}; mask older tokens (`with_fresh_tokens`, and its column"
-        " `fresh` for the advantages), or raise the bound"
+        else f"exceeds staleness.max_versions={max_versions}; mask older tokens (pass the column"
+        " `fresh` to the advantages), or raise the bound"
     )
     assert str(caught.value) == (
         f"response token {place} of row {row} was drawn by version {version - age} of the weights, and version {version}"

@@ -10,11 +10,12 @@ import torch
 from tensordict import TensorDict
 
 from hybridengine.algorithms.across import ONE_PROCESS
-from hybridengine.algorithms.staleness import staleness_metrics
+from hybridengine.algorithms.masking import response_mask
+from hybridengine.algorithms.staleness import fresh_tokens, staleness_metrics
 from hybridengine.config.algorithm import CorrectionSection
 from hybridengine.drivers import advantages
-from hybridengine.drivers.advantages import mark_fresh, rollout_metrics
-from hybridengine.drivers.dataflow import MARK_FRESH, measure_rollout, with_advantages, with_fresh_tokens
+from hybridengine.drivers.advantages import rollout_metrics
+from hybridengine.drivers.dataflow import measure_rollout, with_advantages
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.drivers.reinforce_plus_plus import ReinforcePlusPlus
 from hybridengine.drivers.safe_rlhf import SafeRlhf
@@ -46,7 +47,8 @@ FRESH = {
 
 def batch() -> TensorDict:
     rows = ROWS.clone().update({"versions": VERSIONS.int()})
-    return rows.update(mark_fresh(rows, ONE_PROCESS, VERSION, MAX_VERSIONS))
+    mask = response_mask(rows["response_lengths"], WIDTH)
+    return rows.update({"fresh": fresh_tokens(VERSIONS, mask, VERSION, MAX_VERSIONS)})
 
 
 def whitened_where_fresh(by_row: dict[int, list[float]]) -> dict[int, list[float]]:
@@ -172,10 +174,7 @@ class Computing:
 
 def test_the_calls_of_an_asynchronous_dataflow() -> None:
     roles: Any = type("Roles", (), {"compute": Computing(), "term_columns": ()})
-    rows: Any = Batch({**dict(ROWS.items()), "versions": VERSIONS.int()})
-    found = with_fresh_tokens(roles, rows, VERSION, MAX_VERSIONS)
-    assert import_object(MARK_FRESH) is mark_fresh
-    assert torch.equal(found["fresh"], batch()["fresh"])
+    found: Any = Batch(dict(batch().items()))
     trained = with_advantages(
         roles, found, Grpo(advantages=f"{__name__}:ungrouped"), SAMPLES, columns=["fresh"]
     )
