@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -135,8 +135,16 @@ class RunPools:
             ]
             return [one.result() for one in started]
 
-    def start_roles(self, actor: WorkerGroup, engines: Sequence[WorkerGroup] = ()) -> Roles:
-        """Return all groups of the run's dataflow; prompts and compute share the ranks of the actor's pool."""
+    def start_roles(
+        self,
+        actor: WorkerGroup,
+        engines: Sequence[WorkerGroup] = (),
+        say: Callable[[str], None] = print,
+    ) -> Roles:
+        """Return all groups of the run's dataflow; prompts and compute share the ranks of the actor's pool.
+
+        `say` is called with what happens to engines on ranks of their own.
+        """
         config = self._config
         main = self._pools[MAIN_POOL]
         compute = self._helper(main, "compute", "workers.compute.ComputeWorker")
@@ -152,7 +160,7 @@ class RunPools:
             role: self._scorers(role, compute) for role in SCORERS if role in config.algorithm.roles
         }
         if engines:
-            others["generation"] = Engines(config, engines, actor, prompts)
+            others["generation"] = Engines(config, engines, actor, prompts, say)
         return Roles(actor=actor, prompts=prompts, compute=compute, **models, **others)
 
     def _model(self, holder: ModelHolder, worker: str, **arguments: object) -> WorkerGroup:

@@ -180,7 +180,7 @@ class _Run:
             say(f"warmed-up model saved: {as_typed(config.start_folder)}")
         actor.start_training()
         engines = pools.start_engines(self.files.stop_token_ids)
-        roles = pools.start_roles(actor, engines)
+        roles = pools.start_roles(actor, engines, say)
         if checkpoint is not None:
             load_roles(checkpoint, config, roles)
             say(f"state of step {checkpoint.step} loaded")
