@@ -72,11 +72,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Outcome:
-    staleness_counts: Mapping[int, int]
-    """Number of response tokens by staleness: optimizer steps from the policy of a token to the one trained on it.
-    Includes masked tokens."""
-    masked_tokens: int
-    """Number of tokens older than the bound, which are masked."""
+    step_ages: list[Mapping[int, int]]
+    """For each step, the number of its response tokens by staleness: optimizer steps from the policy of a token to the one
+    trained on it. Includes masked tokens."""
+    max_staleness: float
+    """The bound: older tokens are masked."""
     train_busy_s: float
     generate_idle_s: float
     """Total seconds of all engines without a response or receiving weights."""
@@ -90,6 +90,12 @@ class Outcome:
         return self.step_ends[-1]
 
     @property
+    def staleness_counts(self) -> Mapping[int, int]:
+        """Number of response tokens by staleness."""
+        total = sum(map(Counter, self.step_ages), Counter[int]())
+        return dict(sorted(total.items()))
+
+    @property
     def tokens(self) -> int:
         return sum(self.staleness_counts.values())
 
@@ -99,7 +105,9 @@ class Outcome:
 
     @property
     def masked_share(self) -> float:
-        return self.masked_tokens / max(1, self.tokens)
+        """Share of the tokens that are older than the bound."""
+        masked = sum(count for age, count in self.staleness_counts.items() if age > self.max_staleness)
+        return masked / max(1, self.tokens)
 
     @property
     def train_idle_share(self) -> float:
@@ -227,7 +235,9 @@ class _Simulation:
         # Responses that end up in the same batch: those of a prompt, or under `response` those of a whole batch.
         self._group_size = setting.samples_per_prompt if by_token else setting.batch_size
         self._groups: defaultdict[int, list[Spans]] = defaultdict(list)
-        self._complete: list[int] = []  # groups: those that ended first come first, under `response` the oldest
+        self._complete: list[
+            int
+        ] = []  # groups: those that ended first come first, under `response` the oldest
         self._num_ready = 0
         self._training: list[Spans] = []
         self._events: list[tuple[float, int, int]] = []  # (seconds, owner, stamp)
@@ -235,7 +245,7 @@ class _Simulation:
         # By stamp: responses that end between two events of their engine.
         self._arriving: dict[int, Response] = {}
         self._stamps = [0] * setting.num_engines
-        self._staleness = Counter[int]()
+        self._step_ages: list[Mapping[int, int]] = []
         self._train_busy_s = 0.0
         self._queue: list[tuple[float, int]] = [(0.0, 0)]
         self._step_ends: list[float] = []  # its length is the version of the policy
@@ -262,8 +272,8 @@ class _Simulation:
         for engine in self.engines:
             self._take_responses(engine, now)
         return Outcome(
-            dict(sorted(self._staleness.items())),
-            sum(count for age, count in self._staleness.items() if age > self._setting.max_staleness),
+            self._step_ages,
+            self._setting.max_staleness,
             self._train_busy_s,
             sum(engine.idle_s(now) for engine in self.engines),
             self._queue,
@@ -286,7 +296,9 @@ class _Simulation:
         group = number // self._group_size
         self._groups[group].append(spans)
         if len(self._groups[group]) == self._group_size:
-            place = len(self._complete) if self._setting.bound == "token" else bisect_right(self._complete, group)
+            place = (
+                len(self._complete) if self._setting.bound == "token" else bisect_right(self._complete, group)
+            )
             self._complete.insert(place, group)
         self._num_ready += 1
         self._queue.append((now, self._num_ready))
@@ -338,9 +350,11 @@ class _Simulation:
 
     def _end_step(self, now: float) -> None:
         """Count the tokens of the batch by staleness, and send new weights to the engines."""
+        ages = Counter[int]()
         for spans in self._training:
             for version, count in spans:
-                self._staleness[len(self._step_ends) - version] += count
+                ages[len(self._step_ends) - version] += count
+        self._step_ages.append(ages)
         self._training = []
         self._step_ends.append(now)
         if len(self._step_ends) == self._setting.num_steps:
