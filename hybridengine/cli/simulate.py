@@ -30,9 +30,9 @@ T = TypeVar("T")
 DESCRIPTION = """Simulate training, event by event: engines with continuous batching, the queue of complete responses, the
 trainer, and new weights for the engines. Synchronous, where all devices generate and then train, beside asynchronous,
 where some devices generate all the time and the others train; new weights arrive between two tokens, and no response is
-begun that would be more than --staleness batches ahead of the trainer. Older tokens are masked (--bound token), or the trainer
-waits for the oldest responses (--bound response). A configuration with engines on a pool of their own is simulated as it is;
-otherwise the best division of the devices is searched for. Seconds come from the cluster file."""
+begun that would be more than --staleness batches ahead of the trainer. Older tokens are masked (--bound token), or the
+trainer waits for the oldest responses (--bound response). A configuration with engines on a pool of their own is
+simulated with its pools and sizes; for others, the best division is found. Seconds come from the cluster file."""
 
 EPILOG = """examples:
   # synchronous beside the best division of 128 devices between training and generation
@@ -109,33 +109,31 @@ def _scenarios(request: RunRequest, options: argparse.Namespace) -> Scenarios:
         raise ConfigError(
             "one device cannot be divided between training and generation; give --devices or --nodes for more"
         )
-    given = [
-        name
-        for name, value in (
-            ("--train-devices", options.train_devices),
-            ("--sweep", options.sweep),
-            ("--fix", options.fix),
-        )
-        if value
-    ]
-    if given and request.config.engines:
-        raise ConfigError(
-            f"{', '.join(given)} cannot be combined with a configuration whose engines are on a pool of their own, which is"
-            " simulated as it is; leave it out, or change the pools and sizes of the configuration"
-        )
+    if request.config.engines:
+        _check_configured(request, options)
     settings = {
         "num_steps": options.steps,
         "max_staleness": options.staleness,
         "bound": options.bound,
         "seed": options.seed,
     }
-    if request.config.engines and request.num_devices != request.config.num_ranks:
+    constraints = request.constraints
+    return Scenarios(request.workload, request.cluster, request.num_devices, constraints, **settings)
+
+
+def _check_configured(request: RunRequest, options: argparse.Namespace) -> None:
+    """Raise a ConfigError for options that contradict the pools of a configuration with engines on one of them."""
+    changes = {"--train-devices": options.train_devices, "--sweep": options.sweep, "--fix": options.fix}
+    if given := ", ".join(name for name, value in changes.items() if value):
+        raise ConfigError(
+            f"{given} cannot change the pools and sizes of a configuration with engines on a pool of their own, which is"
+            " simulated as it is; leave it out, or change the configuration"
+        )
+    if request.num_devices != request.config.num_ranks:
         raise ConfigError(
             f"--devices {request.num_devices} must be the {request.config.num_ranks} ranks of the configuration's pools,"
             " which are simulated as they are; leave it out, or change cluster.ranks_per_node and cluster.pools"
         )
-    constraints = request.constraints
-    return Scenarios(request.workload, request.cluster, request.num_devices, constraints, **settings)
 
 
 def _divisions(

@@ -1,7 +1,7 @@
 """Price of an exact bound on staleness: tokens that are masked under `token`, and waiting under `response`.
 
-Without a cluster's seconds, time is relative: the unit is a step of an engine whose slots are all in use, the trainer takes
-exactly what full engines generate, and new weights arrive at once.
+Without a cluster's seconds, time is relative: the unit is a step of an engine whose slots are all in use, the trainer
+takes exactly what full engines generate, and new weights arrive at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hybridengine.planning.simulation.simulation import Bound, Outcome, Setting,
 
 SHOWN = 8
 """Largest eta in the table of prices."""
-NEGLIGIBLE = 0.01
+NEGLIGIBLE = 0.02
 """Share of masked tokens, or of lost speed, that counts as free."""
 MOST_RESPONSES, MOST_STEPS = 10_240, 40
 """Most responses and steps of a simulated run, and MOST_ROWS of a batch: larger batches and pools are scaled down."""
@@ -51,29 +51,27 @@ class Price:
 
 def bound_prices(setting: Setting, etas: Iterable[int] = range(SHOWN + 1)) -> list[Price]:
     """Return the prices of bounds in runs of `setting`."""
-    unbounded = simulate_asynchronous(replace(setting, max_staleness=math.inf, bound="token"))
+    unbounded = _settled(replace(setting, max_staleness=math.inf, bound="token"))
     found = []
     for eta in etas:
         token, response = (
-            simulate_asynchronous(replace(setting, max_staleness=float(eta), bound=bound))
-            for bound in get_args(Bound)
+            _settled(replace(setting, max_staleness=float(eta), bound=bound)) for bound in get_args(Bound)
         )
-        speeds = [_settled_step_s(unbounded) / _settled_step_s(outcome) for outcome in (token, response)]
-        masked_share = _settled_masked_share(token)
-        busy_s = response.train_busy_s / len(response.step_ends)
-        found.append(Price(eta, speeds[0], masked_share, speeds[1], 1 - busy_s / _settled_step_s(response)))
+        speeds = [one.tokens_per_s / unbounded.tokens_per_s for one in (token, response)]
+        found.append(Price(eta, speeds[0], token.masked_share, speeds[1], response.train_idle_share))
     return found
 
 
-def _settled_step_s(outcome: Outcome) -> float:
-    """Return the mean seconds of a step in the second half of a run."""
-    ends = [0.0, *outcome.step_ends]
-    half = len(outcome.step_ends) // 2
-    return (ends[-1] - ends[half]) / (len(outcome.step_ends) - half)
-
-
-def _settled_masked_share(outcome: Outcome) -> float:
-    return replace(outcome, step_ages=outcome.step_ages[len(outcome.step_ages) // 2 :]).masked_share
+def _settled(setting: Setting) -> Outcome:
+    """Return the second half of a run as a run of its own, with the queue and the engines' idle time of the whole."""
+    whole = simulate_asynchronous(setting)
+    half = len(whole.step_ends) // 2
+    begin = [0.0, *whole.step_ends][half]
+    kept = replace(
+        whole, step_ages=whole.step_ages[half:], step_ends=[end - begin for end in whole.step_ends[half:]]
+    )
+    prompts = setting.batch_size * setting.prompt_tokens * len(kept.step_ends)
+    return replace(kept, train_busy_s=setting.train_token_s * (kept.tokens + prompts))
 
 
 def largest_lag(prices: Sequence[Price]) -> int | None:

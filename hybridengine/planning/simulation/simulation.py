@@ -13,8 +13,8 @@ ahead of the trainer's step i (AReaL, arXiv 2505.24298, section 5.1). None is be
 on are complete: engines that are far ahead then wait, and the cost of a simulation does not grow with their number.
 
 The gate alone bounds no token's age: a long response is overtaken by later ones. Two bounds are exact. Under `token`, a
-batch is made of the prompt groups that ended first, and tokens older than eta are masked. Under `response`, batch i is made
-of the responses B·i to B·(i + 1) - 1, for which the trainer waits: they were begun with version i - eta or a later one.
+batch is made of the prompt groups that ended first, and tokens older than eta are masked. Under `response`, batch i is
+made of the responses B·i to B·(i + 1) - 1, for which the trainer waits: they were begun with version i - eta or later.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Setting:
 @dataclass(frozen=True)
 class Outcome:
     step_ages: list[Mapping[int, int]]
-    """For each step, the number of its response tokens by staleness: optimizer steps from the policy of a token to the one
-    trained on it. Includes masked tokens."""
+    """For each step, the number of its response tokens by staleness: optimizer steps from the policy of a token to the
+    one trained on it. Includes masked tokens."""
     max_staleness: float
     """The bound: older tokens are masked."""
     train_busy_s: float
@@ -325,7 +325,7 @@ class _Simulation:
     def _may_begin(self) -> bool:
         """Return True if the staleness bound allows another response, and the run may still need it."""
         setting, version = self._setting, len(self._step_ends)
-        complete = version * setting.batch_size + len(self._training) + self._num_ready + len(self._arriving)
+        complete = version * setting.batch_size + len(self._training) + len(self._complete) * self._group_size
         if complete >= setting.num_steps * setting.batch_size:
             return False
         return self._submitted // setting.batch_size <= version + setting.max_staleness
