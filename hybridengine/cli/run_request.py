@@ -42,6 +42,11 @@ class RunRequest:
         }
 
     @property
+    def num_generating(self) -> int:
+        """Number of devices of engines on a pool of their own."""
+        return sum(map(sum, self.config.engines))
+
+    @property
     def title(self) -> str:
         return f"{self.workload.algorithm} on {self.num_devices} devices of {self.cluster.name}"
 

@@ -9,8 +9,7 @@ from hybridengine.config.run_config import TRAINED
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.formatting import format_bytes
-from hybridengine.models.shapes import DTYPE_BYTES
-from hybridengine.planning.costs.memory import ModelMemory, generation_holding, model_memory
+from hybridengine.planning.costs.memory import ModelMemory, engine_weight_bytes, model_memory
 from hybridengine.planning.simulation.bound_prices import price_lines
 from hybridengine.planning.switch.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.topology.grid import format_groups, named_groups
@@ -112,9 +111,7 @@ def memory_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
 
 def _engine_memory_lines(config: RunConfig, pool: str) -> list[str]:
     """Return lines with the memory of an engine's fullest rank."""
-    gen, dtype = config.generation.parallel, config.model.dtype
-    held = generation_holding(model_shape(config), gen.pp_size, gen.pp_size, gen.tp_size)
-    weights, cache = held.num_elements * DTYPE_BYTES[dtype], config.rollout.kv_cache_bytes
+    weights, cache = engine_weight_bytes(config), config.rollout.kv_cache_bytes
     return [
         "",
         f"memory per rank of pool {pool} (activations and framework overhead left out)",
