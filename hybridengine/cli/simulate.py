@@ -229,7 +229,9 @@ def _lines(request: RunRequest, figures: dict[str, Any], max_staleness: float) -
     if warning := late_line(other["model_staleness"], max_staleness, figures["bound"]):
         yield warning
     yield ""
-    yield "divisions of the devices, simulated beside the analytical model"
+    configured = bool(request.config.engines)
+    which = "the configured division" if configured else "divisions"
+    yield f"{which} of the devices, simulated beside the analytical model"
     rows = []
     for division in figures["sweep"]:
         is_best = division["num_training"] == other["num_training"]

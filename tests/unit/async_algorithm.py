@@ -14,7 +14,6 @@ class AsyncExample(Algorithm):
 
     roles = ("actor", "generation", "reference", "reward")
     min_samples = 2
-    kl_coef: float = 0.0
 
     def step(self, roles: Any, sampling: Any, state: dict[str, float]) -> dict[str, float]:
         actor, engines = roles.actor, roles.generation
