@@ -73,9 +73,9 @@ def run(options: argparse.Namespace) -> int:
         {"CONFIG": options.config, "--cluster": options.cluster},
     )
     begin = time.perf_counter()
+    divisions, sweep = _divisions(scenarios, request, options), []
     synchronous = scenarios.synchronous()
     outcome = simulate_synchronous(synchronous.setting)
-    divisions, sweep = _divisions(scenarios, request, options), []
     for division, state in divisions:
         show_status(f"division {len(sweep) + 1} of {len(divisions)}")
         sweep.append((division, state, simulate_asynchronous(division.setting)))
@@ -251,7 +251,7 @@ def _figures(run: Run, state: SteadyState | None, outcome: Outcome) -> dict[str,
         "generate": str(run.engines.engine.sizes),
         "max_running": run.setting.max_running,
         "update_s": run.setting.update_s,
-        "parallel": {option.model: str(option.sizes) for option in run.plan.pools[0].options},
+        "parallel": {option.model: str(option.sizes) for pool in run.plan.pools for option in pool.options},
         "seconds": outcome.seconds,
         "step_s": outcome.seconds / len(outcome.step_ends),
         "tokens_per_s": outcome.tokens_per_s,

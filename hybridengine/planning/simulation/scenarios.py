@@ -97,9 +97,9 @@ def steady_state(
 
 
 def role_idle_shares(run: Run, outcome: Outcome) -> dict[str, float]:
-    """Return the idle share of the run for the engines and for each model; models take turns on the training side."""
+    """Return the idle share of the run for the engines and for each model, whose calls take its share of a step."""
     trained = [bar for bar in run.plan.bars if bar.call.work not in GENERATING]
-    share_of_s = (1.0 - outcome.train_idle_share) / sum(bar.seconds for bar in trained)
+    share_of_s = (1.0 - outcome.train_idle_share) / run.train_s
     shares = {"generation": outcome.generate_idle_share}
     for bar in trained:
         if bar.call.work in (Work.INFER, Work.UPDATE):
