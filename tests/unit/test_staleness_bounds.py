@@ -214,7 +214,9 @@ def test_what_an_exact_bound_costs(ratio: int, eta: int, oldest: int, masked: fl
 
 
 def test_prices_fall_with_eta_until_both_bounds_are_free() -> None:
-    prices = bound_prices(balanced(512, num_engines=4), range(6))  # four batches in 128 slots
+    prices = bound_prices(
+        balanced(512, num_engines=4, train_token_s=1 / 128), range(6)
+    )  # four batches in 128 slots
     assert [price.max_staleness for price in prices] == list(range(6))
     for before, after in pairwise(prices):
         assert after.response_speed >= before.response_speed - NEGLIGIBLE
@@ -225,6 +227,8 @@ def test_prices_fall_with_eta_until_both_bounds_are_free() -> None:
     # Below it, one of them is not free.
     assert prices[lag - 1].masked_share > NEGLIGIBLE or prices[lag - 1].response_speed < 1 - NEGLIGIBLE
     assert prices[lag].response_speed >= 1 - NEGLIGIBLE and prices[lag].masked_share < NEGLIGIBLE
+    # The wait for the first batch, an iteration of 40, is not counted.
+    assert prices[-1].waiting_share < 0.01
 
 
 def test_the_largest_lag_is_the_last_price_that_costs_something_plus_one() -> None:
