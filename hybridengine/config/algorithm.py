@@ -130,6 +130,11 @@ class Algorithm(Section):
         name = next((name for name, known in ALGORITHMS.items() if known == path), path)
         return {"name": name, **values} if isinstance(values, dict) else values
 
+    @property
+    def needs_on_policy(self) -> str | None:
+        """Reason why every row must be drawn from the weights that are trained next; None if older rows are corrected."""
+        return None
+
     @abstractmethod
     def step(self, roles: Any, sampling: Any, state: dict[str, float]) -> dict[str, float]:
         """Run one iteration over the worker groups; return its metrics. The planner traces this method with stand-ins.

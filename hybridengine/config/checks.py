@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybridengine.config.algorithm import Conflict, Role
+from hybridengine.config.generation_checks import generation_conflicts
 from hybridengine.config.model_checks import model_conflicts, paths_hint
 from hybridengine.config.reward_sections import RewardSection, ScorerSection, scorer_key
 from hybridengine.config.run_config import TRAINED, RunConfig, model_holders, ranks_key, reward_sections
@@ -32,7 +33,13 @@ def find_conflicts(
 
     With `serves`, only rules between keys that a server reads are checked.
     """
-    found = [*_sources(config), *_algorithm(config), *_scorers(config), *_pools(config)]
+    found = [
+        *_sources(config),
+        *_algorithm(config),
+        *_scorers(config),
+        *_pools(config),
+        *generation_conflicts(config),
+    ]
     for holder in model_holders(config):
         found += _sizes(config, holder.role, holder.sizes, holder.sizes_key)
     found += [*_rows(config), *_schedules(config)]
