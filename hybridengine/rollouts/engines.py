@@ -61,6 +61,8 @@ class Engines:
         self._is_linked = False
         self._pushes: list[Future] = []
         """Calls of the last push, the actor's first."""
+        self._costs: dict[str, float] = {}
+        """Metrics of the last push that has ended."""
         self._waited_s = 0.0
 
     def go_on(self, version: int, saved: Path | None) -> None:
@@ -110,6 +112,12 @@ class Engines:
         for engine in self._engines:
             engine.look()
         self._go_on_without_the_dead()
+        reports = [report for call in self._pushes for report in call.get()]
+        if reports:
+            self._costs = {
+                keys.RECEIVED_BYTES: max(report["received_bytes"] for report in reports),
+                "push/seconds": max(report["seconds"] for report in reports),
+            }
         if not self._is_linked:
             self._link()
         for engine in self._engines:
@@ -121,18 +129,14 @@ class Engines:
         self.queue.version = version
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call; costs of a push only if it has ended, as engines are at work."""
+        """Return the metrics since the last call; costs of a push are those of the one before the last."""
         waited_s, self._waited_s = self._waited_s, 0.0
-        metrics = {
+        return {
             "queue/complete": float(self.queue.num_complete),
             "queue/unfinished": float(self.queue.num_unfinished),
             "queue/wait_s": waited_s,
+            **self._costs,
         }
-        if all(call.poll() for call in self._pushes):
-            reports = [report for call in self._pushes for report in call.get()]
-            metrics[keys.RECEIVED_BYTES] = max(report["received_bytes"] for report in reports)
-            metrics["push/seconds"] = max(report["seconds"] for report in reports)
-        return metrics
 
     # ---- weights ----
 
