@@ -36,6 +36,7 @@ ALGORITHMS = {
     "safe_rlhf": "hybridengine.drivers.safe_rlhf:SafeRlhf",
     "online_dpo": "hybridengine.drivers.online_dpo:OnlineDpo",
     "async_grpo": "hybridengine.drivers.async_grpo:AsyncGrpo",
+    "async_ppo": "hybridengine.drivers.async_ppo:AsyncPpo",
 }
 """Name -> import path of the class; classes are imported only when a configuration names them."""
 DEFAULT = next(iter(ALGORITHMS))

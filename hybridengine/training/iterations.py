@@ -175,11 +175,15 @@ def call_metrics(
     They are the seconds by phase, the bytes that moved between ranks and through the controller, its overhead, and the
     largest memory of a rank's process after any call.
     """
-    seconds, edges = defaultdict[str, float](float), Counter[str]()
+    by_pool, edges = defaultdict[tuple[str, str], float](float), Counter[str]()
     for record in records:
-        seconds[keys.time_key(phase_of_call(record.role, record.method))] += record.seconds
+        by_pool[phase_of_call(record.role, record.method), record.pool] += record.seconds
         for producer, num_bytes in record.transferred.items():
             edges[f"transfer/{producer}->{record}_bytes"] += num_bytes
+    seconds = dict[str, float]()
+    for (phase, _), total in by_pool.items():  # engines make the same calls at the same time
+        key = keys.time_key(phase)
+        seconds[key] = max(seconds.get(key, 0.0), total)
     held = defaultdict[str, int](int)
     for by_name in (by_name for record in records for by_name in record.held_bytes.values()):
         for name, num_bytes in by_name.items():

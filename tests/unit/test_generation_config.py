@@ -10,11 +10,11 @@ import yaml
 
 from hybridengine.config import RunConfig, load_config
 from hybridengine.config.algorithm import Algorithm
+from hybridengine.drivers.async_grpo import AsyncGrpo
 from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.remax import Remax
 from hybridengine.planning.simulation.bound_prices import relative_setting
 from hybridengine.training.dry_run import print_dry_run
-from tests.unit.async_algorithm import NAME, AsyncExample
 from tests.unit.test_config import problems_of
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ BASE: dict[str, Any] = {
     "actor": {"parallel": "1-1-2"},
     "rollout": {"samples_per_prompt": 2},
     "generation": {"parallel": "1-2"},
-    "algorithm": {"name": NAME},
+    "algorithm": {"name": "async_grpo"},
 }
 
 
@@ -118,7 +118,7 @@ def test_engines_need_a_pool(file: Path) -> None:
     file.write_text(yaml.safe_dump(BASE | {"cluster": {"ranks_per_node": [2]}}))
     (found,) = problems_of(file, dry_run=True)
     assert found == (
-        f"algorithm.name={NAME} has the role generation, whose engines need ranks of their own, and no pool of"
+        "algorithm.name=async_grpo has the role generation, whose engines need ranks of their own, and no pool of"
         " cluster.pools has it; add cluster.pools.engines with roles=[generation] and ranks_per_node"
     )
 
@@ -143,7 +143,7 @@ def test_on_policy_algorithms_are_allowed_with_eta_0_or_a_correction(file: Path)
     for kind in (AsyncPpo, AsyncRemax):
         loaded(file, named(kind), "staleness.max_versions=0")
     loaded(file, named(AsyncPpo), "algorithm.correction.name=token_tis")
-    loaded(file, named(AsyncExample), "staleness.max_versions=8")
+    loaded(file, named(AsyncGrpo), "staleness.max_versions=8")
 
 
 def test_sections_that_a_synchronous_algorithm_does_not_read(file: Path, tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_the_relative_setting_keeps_the_ratio_of_batch_and_slots(file: Path) -> 
 
 def test_the_70b_configuration(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    config = load_config("configs/async-70b.yaml", [f"algorithm.name={NAME}"], dry_run=True)
+    config = load_config("configs/async-70b.yaml", ["algorithm.name=async_grpo"], dry_run=True)
     assert (config.num_ranks, config.engines) == (128, ((8,),) * 4)
     text = printed(config, capsys)
     assert "3                     " in text and "configured, token" in text

@@ -10,11 +10,11 @@ import pytest
 
 from hybridengine.config import load_config
 from hybridengine.config.algorithm import ALGORITHMS, Algorithm, algorithm_class
+from hybridengine.drivers.async_grpo import AsyncGrpo
 from hybridengine.errors import ConfigError
 from hybridengine.planning.costs.dataflows import HELPERS, PHASES, calls_of
 from hybridengine.planning.costs.lengths import Lengths
 from hybridengine.planning.costs.workload import workload_of
-from tests.unit.async_algorithm import NAME, AsyncExample
 
 BEGIN = """
 0 prompts.training_prompts    -        prompts
@@ -99,7 +99,20 @@ ASYNCHRONOUS = """
 """Engines generate meanwhile; they receive new weights after the update and the statistics."""
 ROWS = {"rows": 15, "prompts": 5, "pairs": 10}
 EXPECTED |= dict.fromkeys(("grpo", "reinforce_plus_plus"), EXPECTED["rloo"])
-EXPECTED = {name: BEGIN.rstrip() + text for name, text in EXPECTED.items()} | {"async_grpo": ASYNCHRONOUS}
+ASYNCHRONOUS_PPO = """
+0 generation.take             -        rows
+1 actor.compute_log_probs     0        rows
+2 reference.compute_log_probs 0        rows
+3 critic.compute_values       0        rows
+4 reward.compute_scores       0        rows
+5 compute.map                 0-4      rows
+6 critic.update               0-5      rows
+7 actor.update                0-5      rows
+8 compute.measure             0-5      rows
+9 generation.update_weights   6-8      rows
+"""
+EXPECTED = {name: BEGIN.rstrip() + text for name, text in EXPECTED.items()}
+EXPECTED |= {"async_grpo": ASYNCHRONOUS, "async_ppo": ASYNCHRONOUS_PPO}
 
 
 def parsed(text: str) -> list[tuple[str, tuple[int, ...], int]]:
@@ -124,8 +137,7 @@ def test_the_calls_of_an_algorithm(name: str) -> None:
 
 
 def test_engines_on_ranks_of_their_own_are_asked_for_rows_and_given_weights() -> None:
-    calls = calls_of(AsyncExample(), 5, 3)
-    assert [(str(call), call.reads, call.num_rows) for call in calls] == parsed(ASYNCHRONOUS.rstrip())
+    calls = calls_of(AsyncGrpo(), 5, 3)
     assert [call.phase for call in (calls[0], calls[-1])] == ["generate", "update_weights"]
 
 
@@ -133,12 +145,12 @@ def test_the_workloads_of_an_asynchronous_run(tmp_path: Path) -> None:
     """The trainers make all calls but the first and the last; a synchronous run of the same models begins with three."""
     file = tmp_path / "run.yaml"
     file.write_text(
-        f"""
-model: {{build: {{num_layers: 4, num_heads: 4, num_kv_heads: 2}}}}
-cluster: {{pools: {{engines: {{roles: [generation]}}}}}}
-data: {{batch_size: 5, task: {{}}}}
-rollout: {{samples_per_prompt: 3}}
-algorithm: {{name: "{NAME}"}}
+        """
+model: {build: {num_layers: 4, num_heads: 4, num_kv_heads: 2}}
+cluster: {pools: {engines: {roles: [generation]}}}
+data: {batch_size: 5, task: {}}
+rollout: {samples_per_prompt: 3}
+algorithm: {name: "async_grpo"}
 """
     )
     work = workload_of(load_config(file), Lengths.of("constant:8", 64))

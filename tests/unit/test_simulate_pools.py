@@ -16,7 +16,6 @@ import yaml
 from hybridengine.cli.main import main
 from hybridengine.config import load_config
 from hybridengine.models.presets import resolve_model
-from tests.unit.async_algorithm import NAME
 
 ROOT = Path(__file__).parents[2]
 A100 = str(ROOT / "configs" / "clusters" / "a100-80gb-16x8.yaml")
@@ -39,7 +38,7 @@ CONFIG: dict[str, Any] = {
     },
     "generation": {"parallel": "1-2"},
     "staleness": {"max_versions": 2, "bound": "response"},
-    "algorithm": {"name": NAME},
+    "algorithm": {"name": "async_grpo"},
 }
 ELSEWHERE: dict[str, Any] = {
     "cluster": {

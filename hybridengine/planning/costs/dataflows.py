@@ -24,6 +24,7 @@ HELPERS = ("prompts", "compute")
 PHASES: Mapping[str, str] = {
     "prompts.training_prompts": "prompts",
     "generation.take": "generate",
+    "generation.advance": "generate",
     "actor.switch_to_generate": "switch_to_generate",
     "actor.generate_sequences": "generate",
     "actor.switch_to_train": "switch_to_train",
@@ -40,6 +41,10 @@ PHASES: Mapping[str, str] = {
     "actor.update_preferences": "update_actor",
     "compute.measure": "statistics",
     "generation.update_weights": "update_weights",
+    "actor.push_weights": "update_weights",
+    "generation.receive_weights": "receive_weights",
+    "generation.begin": "begin_responses",
+    "prompts.sequences": "prompts",
 }
 """Phase of each call of an iteration; the phase of any other call is the call's name."""
 
