@@ -52,5 +52,5 @@ def test_files_of_another_kind_are_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(DataError, match=r"other.jsonl is not the order of a run's calls"):
         read_order(file)
-    with pytest.raises(DataError, match="none.jsonl is not the order of a run's calls .*No such file"):
+    with pytest.raises(DataError, match=r"none.jsonl is not the order of a run's calls .*No such file"):
         read_order(tmp_path / "none.jsonl")
