@@ -172,8 +172,8 @@ def call_metrics(
 ) -> dict[str, float]:
     """Return the metrics of one iteration's calls, which lasted from `begin` to `end` (seconds since the epoch).
 
-    They are the seconds by phase, the bytes that moved between ranks and through the controller, its overhead, and the
-    largest memory of a rank's process after any call.
+    They are the seconds by phase, the bytes that moved between ranks and through the controller, its overhead, the
+    largest memory of a rank's process after any call, and the idle share of each pool, if there are several.
     """
     by_pool, edges = defaultdict[tuple[str, str], float](float), Counter[str]()
     for record in records:
@@ -195,9 +195,27 @@ def call_metrics(
         last = max(last, stop)
     return {
         **seconds,
+        **_idle_shares(records, end - begin),
         **edges,
         **held,
         keys.TRANSFER_BYTES: sum(edges.values()),
         keys.PAYLOAD_BYTES: payload_bytes,
         keys.OVERHEAD_S: end - begin - busy,
+    }
+
+
+def _idle_shares(records: Sequence[CallRecord], seconds: float) -> dict[str, float]:
+    """Return the share of a step of `seconds` in which the ranks of each pool were in no call; {} for a single pool.
+
+    A call belongs to the step in which it ends.
+    """
+    busy = defaultdict[str, defaultdict[int, float]](lambda: defaultdict(float))
+    for record in records:
+        for rank, (begin, end) in record.spans.items():
+            busy[record.pool][rank] += end - begin
+    if len(busy) < 2:
+        return {}
+    return {
+        keys.idle_key(pool): max(0.0, 1.0 - sum(by_rank.values()) / len(by_rank) / seconds)
+        for pool, by_rank in busy.items()
     }
