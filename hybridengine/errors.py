@@ -93,12 +93,14 @@ class WorkerTimeoutError(WorkerError):
 
 
 class RanksLostError(WorkerError):
-    """The ranks of a server can no longer be used, but new ones may: a rank has died, or a call has timed out."""
+    """The ranks of a server need to be started again: a rank has died or raised an error, or a call has timed out."""
 
-    def __init__(self, message: str, signature: str = "") -> None:
-        super().__init__(message, signature)
+    def __init__(self, message: str, signature: str = "", unforeseen: bool = False) -> None:
+        super().__init__(message, signature, unforeseen)
         self.signature = signature
         """Common part of repeated failures, without numbers such as process ids."""
+        self.unforeseen = unforeseen
+        """True if the request itself may be the cause (`controller.failures.is_unforeseen`)."""
 
     def __str__(self) -> str:
         return self.args[0]

@@ -70,6 +70,15 @@ class ClientActor(ActorWorker):
             self.trainer.weights[name].copy_(own)
         self._own_weights = {}
 
+    @register(ONE_TO_ALL)
+    def unsound_weight(self) -> str | None:
+        """Return the name of a weight of this rank that has an infinite value or NaN, None if there is none."""
+        weights = self.trainer.weights
+        sound = {
+            name: torch.isfinite(torch.stack(torch.aminmax(weights[name]))).all() for name in weights.names
+        }
+        return next((name for name in weights.names if not sound[name]), None)
+
     @register(PROTO_3D, CLIENT_COLUMNS, optional=[*LOSS_COLUMNS], returns_rows=True)
     def pass_rows(
         self, batch: TensorDictBase, loss: str, settings: dict[str, float], backward: bool

@@ -158,6 +158,15 @@ def is_passing(error: BaseException) -> bool:
     return isinstance(error, WorkerError | RayError)
 
 
+def is_unforeseen(error: BaseException) -> bool:
+    """True if a rank that is alive raised an error that is not of this project: the call's input may be the cause."""
+    if not isinstance(error, RankFailedError):
+        return False
+    failure = error.failure
+    raised = bool(failure.traceback) and not failure.in_collective
+    return raised and not isinstance(failure.original, HybridEngineError)
+
+
 def failure_signature(error: BaseException) -> str:
     """Return the common part of repeated failures: their text without numbers such as pids, ports and bytes."""
     if isinstance(error, RankFailedError):

@@ -25,7 +25,7 @@ from hybridengine.checkpoints.folders import FileList, read_kept
 from hybridengine.checkpoints.making import ROLE_FILES
 from hybridengine.config.sections import OptimizerSection
 from hybridengine.controller.calls import Future
-from hybridengine.controller.failures import failure_signature, is_passing
+from hybridengine.controller.failures import failure_signature, is_passing, is_unforeseen
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.errors import CheckpointError, DataError, RanksLostError, RequestError, WorkerError
 from hybridengine.rows.micro_batches import with_empty_rows
@@ -61,7 +61,7 @@ def _tells_of_loss(method: Callable[P, T]) -> Callable[P, T]:
         except (WorkerError, RayError) as error:
             if not is_passing(error):
                 raise
-            raise RanksLostError(str(error), failure_signature(error)) from error
+            raise RanksLostError(str(error), failure_signature(error), is_unforeseen(error)) from error
 
     return telling
 
@@ -133,6 +133,7 @@ class EngineRanks:
     @_tells_of_loss
     def save(self, folder: Path) -> None:
         """Write weights and optimizer to `folder`, which does not exist."""
+        self._check_weights()
         folder.mkdir(parents=True)
         refused = self._actor.begin_save(str(folder)).get()[0]
         if refused is not None:
@@ -148,8 +149,17 @@ class EngineRanks:
     @_tells_of_loss
     def save_sampler(self, folder: Path) -> None:
         """Write the weights to `folder` as a Hugging Face checkpoint."""
+        self._check_weights()
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._actor.export_model(str(folder), str(self._config.companions_folder)).wait()
+
+    def _check_weights(self) -> None:
+        for name in self._actor.unsound_weight().get():
+            if name is not None:
+                raise RequestError(
+                    f"the weight {name} has values that are not finite, so that nobody could use what is saved; load an"
+                    " earlier checkpoint, and train with a lower learning rate"
+                )
 
     @_tells_of_loss
     def load(self, folder: Path, optimizer: bool) -> None:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter
 from tinker import types
 
-from hybridengine.errors import RanksLostError, RequestError
+from hybridengine.algorithms.losses.client_inputs import FLOAT32_MAX, FLOAT32_TINY
+from hybridengine.errors import HybridEngineError, RanksLostError, RequestError
 from hybridengine.serving.ranks import Prompt, Ranks, Weights
 from hybridengine.serving.store import Base, Checkpoint, Model, Request, Sampler, Store
 from hybridengine.serving.tinker_wire import (
@@ -34,6 +35,23 @@ PROMPT = "prompt"
 PROMPTS = TypeAdapter(Prompt)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+_BETA = (0.0, math.nextafter(1, 0), "at least 0 and below 1")
+_NUMBER = (0.0, FLOAT32_MAX, f"0 to {FLOAT32_MAX:.7g}, the largest float32")
+_ADAM_RULES = {
+    "learning_rate": (0.0, 1.0, "0 to 1: a step of Adam moves each weight by about as much"),
+    "beta1": _BETA,
+    "beta2": _BETA,
+    "eps": (
+        FLOAT32_TINY,
+        FLOAT32_MAX,
+        f"{FLOAT32_TINY:.7g} to {FLOAT32_MAX:.7g}, float32's range: with 0, weights without gradients would be NaN",
+    ),
+    "weight_decay": _NUMBER,
+    "grad_clip_norm": _NUMBER,
+}
+"""Setting -> smallest value, largest value, and both in words."""
 
 
 class Outcome(NamedTuple):
@@ -106,8 +124,13 @@ class Execution:
             sampler = Sampler(id=key, session_id=message.session_id, base_model=self.ranks.facts.name)
             if message.model_path is not None:
                 checkpoint = self.checkpoint(message.model_path)
+                if checkpoint.kind != "sampler":
+                    raise RequestError(
+                        f"{checkpoint.path} has weights for training, which cannot be sampled from; give the path that"
+                        " save_weights_for_sampler returned"
+                    )
                 sampler.model_id, sampler.step = checkpoint.model_id, checkpoint.step
-                sampler.checkpoint = checkpoint.path
+                sampler.checkpoint, sampler.folder = checkpoint.path, checkpoint.folder
             self.store.add(sampler)
         return key
 
@@ -172,8 +195,14 @@ class Execution:
         live = holder if holder is not None and holder.id == sampler.model_id else None
         if live is not None and sampler.step in (None, live.step):
             return "live"
-        if sampler.checkpoint is not None:
-            return Path(self.checkpoint(sampler.checkpoint).folder)
+        if sampler.folder is not None:
+            saved = self.store.find(Checkpoint, sampler.folder)
+            if saved is None or saved.gone:
+                raise RequestError(
+                    f"sampler {sampler.id} holds weights of {sampler.checkpoint} that have been deleted or have expired;"
+                    " create a sampling client from another checkpoint"
+                )
+            return Path(sampler.folder)
         if live is not None and newest:
             return "live"
         held = "newest weights" if sampler.step is None else f"weights of step {sampler.step}"
@@ -198,15 +227,15 @@ class Execution:
         adam = parse(types.OptimStepRequest, request.body).optim_params
         if not isinstance(adam, types.AdamParams):
             raise RequestError(f"optimizer_params type={adam.type!r} is not served; send adam_params")
-        for name, value in adam.model_dump().items():
-            below = 1.0 if name in ("beta1", "beta2") else math.inf
-            if not 0 <= value < below:
-                raise RequestError(f"adam_params.{name}={value} must be at least 0 and below {below}")
+        _check_adam(adam)
         if not self._has_gradients:
             raise RequestError("no gradients wait for an optim_step; send forward_backward before it")
         metrics = self.ranks.optim_step(adam)
         self._has_gradients = False
-        return _json({"metrics": {name: float(value) for name, value in metrics.items()}})
+        # a skipped step has no norm of gradients, and JSON no NaN
+        return _json(
+            {"metrics": {name: float(value) for name, value in metrics.items() if math.isfinite(value)}}
+        )
 
     def _load_weights(self, request: Request) -> Outcome:
         message = parse(types.LoadWeightsRequest, request.body)
@@ -284,5 +313,22 @@ def sampler_id(session_id: str, seq_id: int) -> str:
     return f"{session_id}:sample:{seq_id}"
 
 
+def _check_adam(adam: types.AdamParams) -> None:
+    """Raise RequestError for settings with which a step makes weights that are not numbers, or no longer a model's."""
+    for name, (low, high, rule) in _ADAM_RULES.items():
+        if not low <= (value := getattr(adam, name)) <= high:
+            raise RequestError(f"adam_params.{name}={value} must be {rule}")
+    if adam.learning_rate * adam.weight_decay > 1:
+        raise RequestError(
+            f"adam_params.learning_rate={adam.learning_rate} times weight_decay={adam.weight_decay} must be at most 1:"
+            " more would turn the sign of weights; lower one of them"
+        )
+
+
 def _json(result: Mapping[str, Any], *rows: Base) -> Outcome:
-    return Outcome(json.dumps(result).encode(), rows)
+    try:
+        return Outcome(json.dumps(result, allow_nan=False).encode(), rows)
+    except ValueError:
+        raise HybridEngineError(
+            f"the result {result} has a number that is not finite, which JSON cannot hold; report this as a bug"
+        ) from None

@@ -101,8 +101,8 @@ class Sampled(NamedTuple):
 class Ranks(Protocol):
     """A group of ranks that holds one model; its methods are called by one thread, one at a time.
 
-    Raises: `RequestError` for what the client can change, and `RanksLostError` if `restart` may help; any other error is
-    the server's. An error of a method that changes weights or gradients stops the model that asked for it.
+    Raises: `RequestError` for what the client can change, and `RanksLostError` if the ranks need a `restart`; any other
+    error is the server's. An error of a method that changes weights or gradients stops the model that asked for it.
     """
 
     @property

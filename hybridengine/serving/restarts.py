@@ -12,7 +12,11 @@ logger = logging.getLogger(__name__)
 
 
 class Restarts:
-    """Starts `ranks` again at most `most` times in the life of the server."""
+    """Starts `ranks` again, at most `most` times in the life of the server.
+
+    Restarts after requests that may have caused their own failure (`RanksLostError.unforeseen`) are not counted: these
+    fail at once.
+    """
 
     def __init__(self, ranks: Ranks, most: int) -> None:
         self.notice: str | None = None
@@ -21,36 +25,38 @@ class Restarts:
         self._number, self._last = 0, ""
 
     def is_first(self, what: str, error: Exception) -> bool:
-        """Return True if the ranks were lost in `what`, and their last loss was another one."""
-        if not isinstance(error, RanksLostError):
-            return False
+        """Return True if the ranks were lost in `what` without being its fault, and their last loss was another one."""
+        return isinstance(error, RanksLostError) and not error.unforeseen and self._is_new(what, error)
+
+    def _is_new(self, what: str, error: RanksLostError) -> bool:
         seen = f"{what} {error.signature}"
         repeated, self._last = seen == self._last, seen
         return not repeated
 
     def recover(self, failure: RanksLostError, restore: Callable[[], None]) -> None:
         """Start the ranks again, and `restore` what they held; raise WorkerError when that is no use any more."""
+        counted = not failure.unforeseen
         while True:
-            if self._number >= self._most:
+            if counted and self._number >= self._most:
                 raise WorkerError(
                     f"{failure}\nthe ranks have been started again {self._number} times, and faults.max_restarts="
                     f"{self._most}"
                 ) from failure
-            self._number += 1
-            count = f"{self._number} of at most {self._most} times"
-            self.notice = f"the server starts its ranks again ({count}): {cause_of(failure)}"
+            self._number += counted
+            count = f" ({self._number} of at most {self._most} times)" if counted else ""
+            self.notice = f"the server starts its ranks again{count}: {cause_of(failure)}"
             logger.warning("%s", self.notice)
             try:
                 self._ranks.restart()
             except Exception as error:
-                if not isinstance(error, RanksLostError) or not self.is_first("restart", error):
+                if not isinstance(error, RanksLostError) or not self._is_new("restart", error):
                     raise WorkerError(f"{failure}\nthe ranks could not start again: {error}") from error
-                failure = error
+                failure, counted = error, True
                 continue
             try:
                 restore()
             except RanksLostError as error:
-                failure = error
+                failure, counted = error, not error.unforeseen
                 continue
             self.notice = None
             return

@@ -48,7 +48,7 @@ class Room:
     One model holds the ranks at a time, and others wait for them (`Turns`). Its requests are carried out by ascending
     `seq_id` without gaps. Sampling requests are carried out between them, all that are there in one call. A request is
     known by its owner and `seq_id`: a retry gets the first one's result. Ranks that are lost are started again
-    (`Restarts`), and the request in which they were is carried out again.
+    (`Restarts`), and the request in which they were is carried out again, unless it may be the cause itself.
 
     With `newest`, a sampler of a model that has stepped since gets the newest weights and is not refused.
     """
@@ -189,7 +189,7 @@ class Room:
             )
         request = Request(id=f"{owner}:{seq_id}", owner=owner, seq_id=seq_id, kind=kind, body=body)
         with self._changed:
-            known = self.store.find(Request, request.id)
+            known = self.store.accepted(request.id)
             if known is not None:
                 if known.kind != kind:
                     raise RequestError(
@@ -265,8 +265,7 @@ class Room:
                 with self._changed:
                     self._changed.wait_for(self._has_work, timeout=min(1.0, self._limits.gap_s))
                     samples = self._collect()
-                    holder = self._turns.holder
-                    model = self.store.get(Model, holder) if samples and holder else None
+                    model = self._model() if samples else None
                 if samples:
                     self._sample(samples, model)
                 with self._changed:
@@ -297,6 +296,10 @@ class Room:
             if isinstance(error, RanksLostError):
                 raise
 
+    def _model(self) -> Model | None:
+        holder = self._turns.holder
+        return None if holder is None else self.store.get(Model, holder)
+
     def _collect(self) -> list[str]:
         """Return all sampling requests, after a wait for those that arrive at the same time."""
         end_s = time.monotonic() + self._limits.collect_s
@@ -315,6 +318,14 @@ class Room:
         try:
             self.results.finish(self._execution.sample(requests, holder, self._newest))
         except RanksLostError as error:
+            callers: dict[str, list[str]] = {}
+            for request in requests:
+                callers.setdefault("" if request.kind == PROMPT else request.owner, []).append(request.id)
+            if error.unforeseen and len(callers) > 1:  # one of them is the cause: the others are not to blame
+                self._restarts.recover(error, self._restore)
+                for own in callers.values():
+                    self._sample(own, self._model())
+                return
             if self._restarts.is_first(f"sample {request_ids[0]}", error):
                 with self._changed:
                     self._samples = [*request_ids, *self._samples]

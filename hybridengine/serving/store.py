@@ -82,6 +82,9 @@ class Sampler(Base):
     step: Mapped[int | None]
     """Step of the model whose weights are meant; None for its newest."""
     checkpoint: Mapped[str | None]
+    """Path of the checkpoint whose weights are meant, for clients."""
+    folder: Mapped[str | None]
+    """Folder of that checkpoint: its path may get another one."""
 
 
 class Request(Base):
@@ -198,6 +201,16 @@ class Store:
             name = {"ClientSession": "session"}.get(table.__name__, table.__name__.lower())
             raise RequestError(f"{name} {key!r} does not exist on this server; create it first")
         return row
+
+    def accepted(self, request_id: str) -> Request | None:
+        """Return the request that a retry means; raise RequestError if its result has been removed."""
+        known = self.find(Request, request_id)
+        if known is not None and known.state == DONE and known.result is None:
+            raise RequestError(
+                f"request {request_id} is done and its result has been removed, and it is not carried out again; fetch"
+                " results sooner, and continue with a new request"
+            )
+        return known
 
     def session(self, session_id: str) -> ClientSession:
         """Return a session; raise RequestError if there is none or it has ended."""

@@ -278,6 +278,6 @@ def _add_results(api: APIRouter, room: Room, limit: int, hold_s: float) -> None:
         if request.state == FAILED:
             return JSONResponse({"error": request.error, "category": request.category})
         if request.result is None:
-            raise HTTPException(410, f"the result of {request_id} has been removed; send the request again")
+            raise HTTPException(410, f"the result of {request_id} has been removed; fetch results sooner")
         kind = PROTOBUF if request.kind in _BINARY_KINDS else "application/json"
         return Response(request.result, media_type=kind)

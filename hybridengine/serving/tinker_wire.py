@@ -181,8 +181,8 @@ def _column(place: str, name: str, tensor: pb.Tensor, num_tokens: int, wide: boo
             f"{place} has the dtype {_DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}, which must be {_DTYPE_NAMES[wanted]}"
         )
     values = decode_tensor(place, tensor)
-    if values.ndim not in ((1, 2) if wide else (1,)) or len(values) != num_tokens:
-        rule = f"[{num_tokens}]{f' or [{num_tokens}, K]' if wide else ''}"
+    if values.ndim not in ((1, 2) if wide else (1,)) or len(values) != num_tokens or 0 in values.shape:
+        rule = f"[{num_tokens}]{f' or [{num_tokens}, K] with K of at least 1' if wide else ''}"
         raise RequestError(
             f"{place} has the shape {[*values.shape]}, which must be {rule}: a value for each token of model_input"
         )

@@ -190,6 +190,12 @@ def test_ratios_do_not_overflow(loss: str) -> None:
             {},
             "has nothing beside the targets, and cross_entropy takes weights;",
         ),
+        (
+            "ppo",
+            ("logprobs", "advantages"),
+            {"clip_high_threshold": 1e100},
+            r"clip_high_threshold=1e\+100 of ppo must be .* at most 3.402823e\+38, the largest float32",
+        ),
         ("cross_entropy", ("mask", "weights"), {}, "has mask, weights beside the targets"),
     ],
 )

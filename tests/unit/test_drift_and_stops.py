@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import signal
@@ -21,6 +22,7 @@ from hybridengine.controller.failures import (
     failure_of,
     failure_signature,
     is_passing,
+    is_unforeseen,
     rank_failed,
 )
 from hybridengine.errors import ConfigError, DataError, DriftError, TransferError, WorkerTimeoutError
@@ -127,6 +129,15 @@ LASTING: list[Callable[[], BaseException]] = [
 def test_what_would_come_again_is_not_tried_again() -> None:
     assert all(is_passing(make()) for make in PASSING)
     assert not any(is_passing(make()) for make in LASTING)
+
+
+def test_an_error_of_a_rank_that_is_alive_may_be_its_input_s() -> None:
+    from_collective = dataclasses.replace(
+        failed(RuntimeError("a peer went away")).failure, in_collective=True
+    )
+    assert is_unforeseen(failed(RuntimeError("value cannot be converted to type float without overflow")))
+    assert not is_unforeseen(rank_failed(from_collective, []))
+    assert not any(is_unforeseen(make()) for make in (*PASSING[1:], *LASTING))
 
 
 def test_the_same_failure_is_known_again() -> None:

@@ -33,6 +33,13 @@ def lost(number: int = 0) -> RanksLostError:
     )
 
 
+def unforeseen(number: int = 0) -> RanksLostError:
+    """Return the error of a rank that is alive and has raised an error that nobody expects."""
+    return RanksLostError(
+        "actor.pass_rows failed on rank 1 (tp=1): OverflowError", f"{number}", unforeseen=True
+    )
+
+
 def ended(room: Room) -> threading.Event:
     event = threading.Event()
     room.at_failure = event.set
@@ -114,6 +121,56 @@ def test_a_request_that_loses_the_ranks_twice_fails_alone(rooms: Rooms) -> None:
         answer(room, drawn)
     assert answer(room, room.submit(begun, 1, "forward", passing(forward_only=True)))
     assert rooms.store.get(Request, drawn).category == "server"
+
+
+def test_requests_that_may_be_the_cause_fail_at_once_and_use_up_no_restarts(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks, max_restarts=1)
+    for number in range(3):
+        model = begin(room)
+        ranks.calls.clear()
+        ranks.errors["forward_backward"] = [unforeseen(number)]
+        failed = room.submit(model, 1, "forward_backward", passing())
+        with pytest.raises(RequestError, match="pass_rows failed on rank 1"):
+            answer(room, failed)
+        assert rooms.store.get(Request, failed).category == "server"
+        model = begin(room)  # on the new ranks
+        assert ranks.calls == ["forward_backward", "restart", "begin_model"]
+        room.finish(model.partition(":")[0])
+    model = begin(room)
+    ranks.errors["forward_backward"] = [lost()]
+    assert answer(room, room.submit(model, 1, "forward_backward", passing()))
+    assert room.failure is None
+
+
+def test_a_model_stays_when_a_request_that_changes_nothing_fails(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks)
+    model = begin(room)
+    answer(room, room.submit(model, 1, "forward_backward", passing()))
+    ranks.errors["forward"] = [unforeseen()]
+    with pytest.raises(RequestError, match="pass_rows failed on rank 1"):
+        answer(room, room.submit(model, 2, "forward", passing(forward_only=True)))
+    assert answer(room, room.submit(model, 3, "optim_step", step(model)))["metrics"]
+    assert ranks.calls == [
+        "begin_model", "forward_backward", "forward", "restart", "begin_model", "forward_backward", "optim_step",
+    ]  # fmt: skip
+
+
+def test_a_sampler_that_fails_on_the_ranks_fails_alone(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks, quiet_s=0.5)
+    model = begin(room)
+    bad, good = sampler(room, model, 1, 0), sampler(room, model, 2, 1)
+    ranks.calls.clear()
+    ranks.errors = {"sample 3 live": [unforeseen()], "sample 2 live": [unforeseen()]}
+    drawn = [room.submit(bad, 0, "sample", prompt()), room.submit(bad, 1, "sample", prompt())]
+    assert answer(room, room.submit(good, 0, "sample", prompt()))
+    for each in drawn:
+        with pytest.raises(RequestError, match="pass_rows failed on rank 1"):
+            answer(room, each)
+    again = ["restart", "begin_model"]
+    assert ranks.calls == ["sample 3 live", *again, "sample 2 live", *again, "sample 1 live"]
 
 
 def test_a_model_whose_restoring_loses_the_ranks_twice_is_stopped(rooms: Rooms) -> None:

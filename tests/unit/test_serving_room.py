@@ -178,6 +178,36 @@ def test_a_step_without_gradients_is_refused_without_the_ranks(rooms: Rooms) -> 
     assert ranks.calls == ["begin_model", "forward_backward", "optim_step"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"learning_rate": 1e38}, r"learning_rate=1e\+38 must be 0 to 1: a step of Adam"),
+        ({"learning_rate": -1e-3}, "learning_rate=-0.001 must be 0 to 1"),
+        ({"beta2": 1.0}, "beta2=1.0 must be at least 0 and below 1"),
+        ({"beta2": 0.0, "eps": 0.0}, r"eps=0.0 must be 1.175494e-38 to 3.402823e\+38, float32's range"),
+        ({"eps": 1e-50}, "eps=1e-50 must be 1.175494e-38 to"),
+        ({"grad_clip_norm": 1e39}, r"grad_clip_norm=1e\+39 must be 0 to 3.402823e\+38, the largest float32"),
+        (
+            {"learning_rate": 0.1, "weight_decay": 11.0},
+            "learning_rate=0.1 times weight_decay=11.0 must be at most 1",
+        ),
+    ],
+)
+def test_steps_that_make_weights_useless_are_refused(
+    rooms: Rooms, settings: dict[str, float], message: str
+) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks)
+    model = begin(room)
+    answer(room, room.submit(model, 1, "forward_backward", passing()))
+    body = json.dumps({"model_id": model, "adam_params": settings}).encode()
+    stepped = room.submit(model, 2, "optim_step", body)
+    with pytest.raises(RequestError, match=message):
+        answer(room, stepped)
+    assert rooms.store.get(Request, stepped).category == "user"
+    assert ranks.calls == ["begin_model", "forward_backward"]
+
+
 def test_a_client_without_heartbeats_loses_the_ranks(rooms: Rooms) -> None:
     ranks = TableRanks()
     room = rooms.start(ranks)
@@ -215,6 +245,40 @@ def test_samplers_that_move_with_the_model(rooms: Rooms) -> None:
         answer(room, stale)
     room = rooms.start(TableRanks(), newest=True)
     assert answer(room, room.submit(snapshot, 1, "sample", prompt()))
+
+
+def from_checkpoint(room: Room, path: str) -> str:
+    """Create a sampler from a checkpoint and return its id."""
+    message = types.CreateSamplingSessionRequest(
+        session_id=room.create_session({}), sampling_session_seq_id=0, model_path=path
+    )
+    return room.create_sampler(message)
+
+
+def test_a_sampler_of_a_deleted_checkpoint_does_not_get_its_successor(rooms: Rooms) -> None:
+    room = rooms.start(TableRanks())
+    model = begin(room)
+    path = answer(room, room.submit(model, 1, "save_weights_for_sampler", save(model, path="a")))["path"]
+    first = from_checkpoint(room, path)
+    answer(room, room.submit(model, 2, "forward_backward", passing()))
+    answer(room, room.submit(model, 3, "optim_step", step(model)))
+    drawn = answer(room, room.submit(first, 0, "sample", prompt()))
+    room.delete_checkpoint(path)
+    answer(room, room.submit(model, 4, "save_weights_for_sampler", save(model, path="a")))
+    with pytest.raises(RequestError, match=f"sampler {first} holds weights of {path} that have been deleted"):
+        answer(room, room.submit(first, 1, "sample", prompt()))
+    second = from_checkpoint(room, path)
+    assert answer(room, room.submit(second, 0, "sample", prompt())) != drawn
+
+
+def test_a_training_checkpoint_is_not_sampled(rooms: Rooms) -> None:
+    room = rooms.start(TableRanks())
+    model = begin(room)
+    path = answer(room, room.submit(model, 1, "save_weights", save(model)))["path"]
+    with pytest.raises(
+        RequestError, match=f"{path} has weights for training, .* that save_weights_for_sampler"
+    ):
+        from_checkpoint(room, path)
 
 
 def test_a_prompt_that_the_ranks_refuse_fails_alone(rooms: Rooms) -> None:
@@ -381,6 +445,11 @@ def test_old_results_go_and_what_a_restart_needs_stays(rooms: Rooms) -> None:
     assert rooms.store.checkpoints(model) == []
     assert (rooms.store.get(Request, drawn).body, rooms.store.get(Request, drawn).result) == (b"", None)
     assert (rooms.store.get(Request, last).body, rooms.store.get(Request, last).result) == (passing(), None)
+    removed = "is done and its result has been removed, and it is not carried out again"
+    with pytest.raises(RequestError, match=f"request {last} {removed}"):
+        room.submit(model, 4, "forward_backward", passing())
+    with pytest.raises(RequestError, match=f"request {model}:0 {removed}"):
+        begin(room, session=model.partition(":")[0])
 
 
 def test_a_room_that_has_broken_says_so(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
 import re
 import threading
 import time
@@ -20,7 +21,7 @@ import torch
 from tinker import types
 
 from hybridengine.errors import RanksLostError
-from hybridengine.serving.ranks import LossRow
+from hybridengine.serving.ranks import LossRow, Passed
 from hybridengine.serving.store import Request
 from hybridengine.serving.tinker_wire import MAX_BODY_BYTES
 from tests.unit.serving_http import KEY, HttpServer
@@ -164,6 +165,20 @@ def test_a_custom_loss_and_parts_that_arrive_first_last(server: Server, ranks: T
         assert custom.metrics["loss:sum"] == pytest.approx(5 * np.log(VOCABULARY) ** 2)
         # dC/dlogp = 2 logp, and dlogp/dlogit of the target is 1 - 1/V
         assert ranks.gradient[0, 1] == pytest.approx(-2 * np.log(VOCABULARY) * (1 - 1 / VOCABULARY))
+
+
+def test_a_skipped_step_and_a_loss_that_is_not_finite_arrive(
+    server: Server, ranks: TableRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skipped = {"grad_norm:mean": math.nan, "skipped:sum": 1.0}
+    passed = Passed([{"logprobs": np.zeros(3)}], {"loss:sum": math.nan})
+    monkeypatch.setattr(ranks, "optim_step", lambda _: skipped)
+    monkeypatch.setattr(ranks, "forward_backward", lambda *_: passed)
+    with server.client() as client:
+        model = training(client)
+        assert math.isnan(model.forward_backward(DATA, "cross_entropy").result().metrics["loss:sum"])
+        stepped = model.optim_step(types.AdamParams(learning_rate=1.0)).result()
+        assert stepped.metrics == {"skipped:sum": 1.0}
 
 
 def test_samples_that_wait_together_are_one_call(server: Server, ranks: TableRanks) -> None:

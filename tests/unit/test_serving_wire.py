@@ -169,6 +169,11 @@ def test_a_sparse_tensor_is_as_torch_reads_it_or_refused(crow, columns, shape) -
             "weights has the shape",
         ),
         (
+            datum([1, 2], target_tokens=torch.ones(2, 0, dtype=torch.int64), weights=torch.ones(2, 0)),
+            "cross_entropy",
+            r"target_tokens has the shape \[2, 0\], which must be \[2\] or \[2, K\] with K of at least 1",
+        ),
+        (
             types.Datum(
                 model_input=types.ModelInput(
                     chunks=[types.ImageChunk(data=b"x", format="png", expected_tokens=1)]

@@ -60,10 +60,14 @@ class Worker:
     def __init__(self, rollout: FakeRollout) -> None:
         self.rollout = rollout
         self.__ray_call__ = self
+        self.free = asyncio.Event()
+        """Calls wait for it."""
+        self.free.set()
 
     def remote(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         async def call() -> Any:
             await asyncio.sleep(0)
+            await self.free.wait()
             HybridRollout.here = self.rollout  # type: ignore[assignment]
             try:
                 return function(self, *args)
@@ -153,6 +157,25 @@ def test_the_failure_of_any_worker_is_that_of_the_requests(failing: int):
             await ask(server, [1, 2])
         await server.sleep()
         assert [rollout.events for rollout in rollouts] == [[("[1, 2]",), ("to_train",)]] * 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("method", ["sleep", "generate"])
+def test_a_call_that_failed_ends_on_all_ranks_before_the_next(method: str):
+    async def run() -> None:
+        server, rollouts = make_server()
+        late: Any = server._workers[1]
+        rollouts[0].failure = RuntimeError("a worker's error")
+        late.free.clear()
+        with pytest.raises(RuntimeError, match=r"^a worker's error$"):
+            await ask(server, [1, 2])
+        following = asyncio.create_task(server.sleep()) if method == "sleep" else ask(server, [3, 4])
+        await asyncio.sleep(0.01)
+        assert [len(rollout.events) for rollout in rollouts] == [1, 0]
+        late.free.set()
+        await following
+        assert rollouts[0].events == rollouts[1].events
 
     asyncio.run(run())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -36,6 +35,7 @@ CLIENT_INPUTS: Mapping[str, ClientInputs] = {
     "gspo": ClientInputs((*POLICY_COLUMNS, "sequence_ratio_mask"), _thresholds(1 - 3e-4, 1 + 4e-4)),
 }
 """Name of a loss in the API -> its inputs."""
+FLOAT32_MAX, FLOAT32_TINY = (2 - 2**-23) * 2.0**127, 2.0**-126
 LOSS_COLUMNS = tuple(dict.fromkeys(name for inputs in CLIENT_INPUTS.values() for name in inputs.columns))
 """Columns of all losses."""
 
@@ -60,9 +60,10 @@ def check_client_loss(loss: str, columns: Iterable[str], settings: Mapping[str, 
             f"loss_fn_config has {', '.join(unknown)}, and {loss} takes {_listed(known.settings)}; remove the others"
         )
     for name, value in complete.items():
-        if not math.isfinite(value) or value < 0:
+        if not 0 <= value <= FLOAT32_MAX:
             raise RequestError(
-                f"{name}={value} of {loss} must be a number of at least 0; choose another value"
+                f"{name}={value} of {loss} must be a number of at least 0 and at most {FLOAT32_MAX:.7g}, the largest"
+                " float32; choose another value"
             )
     low, high = (complete.get(f"clip_{end}_threshold", 0.0) for end in ("low", "high"))
     if low > high:

@@ -42,6 +42,8 @@ class EngineServer:
         self._asked = Counter[tuple[int, ...]]()
         """Requests for each prompt since the last switch."""
         self._driving: asyncio.Task[None] | None = None
+        self._calls: list[asyncio.Future[tuple[list[Response], int]]] = []
+        """The newest call, by rank."""
 
     async def generate(
         self,
@@ -86,13 +88,13 @@ class EngineServer:
         """Advance the engine until all requests have their responses, or one call has failed."""
         try:
             while self._waiting:
+                await self._settle()
                 new, self._new = self._new, []
-                found = await asyncio.gather(
-                    *(
-                        worker.__ray_call__.remote(advance_here, new, STEPS_PER_CALL)
-                        for worker in self._workers
-                    )
-                )
+                self._calls = [
+                    asyncio.ensure_future(worker.__ray_call__.remote(advance_here, new, STEPS_PER_CALL))
+                    for worker in self._workers
+                ]
+                found = await asyncio.gather(*self._calls)
                 ended, steps = found[0]
                 for response in ended:
                     # Nobody waits for a response of a call that failed, or of a caller that was cancelled.
@@ -105,10 +107,15 @@ class EngineServer:
                 if not future.done():
                     future.set_exception(error)
 
+    async def _settle(self) -> None:
+        """Wait until the newest call has ended on all ranks: if it failed on one, others may still be in a collective."""
+        await asyncio.gather(*self._calls, return_exceptions=True)
+
     async def sleep(self) -> None:
         """Switch the ranks back to training, after the responses that are under way."""
         if self._driving is not None:
             await self._driving
+        await self._settle()
         self._asked.clear()
         await asyncio.gather(*(worker.__ray_call__.remote(to_train_here) for worker in self._workers))
 
