@@ -157,14 +157,23 @@ def test_engines_that_die_leave_their_responses_to_the_others(runs: Runs) -> Non
     assert {row["staleness/older_share"] for row in outcome.rows} == {0}
 
 
-def test_without_staleness_the_run_is_the_synchronous_one(runs: Runs) -> None:
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_without_staleness_the_run_is_the_synchronous_one(runs: Runs, name: str) -> None:
     """The same prompts, seeds and weights: engines compute in other batches, so that only roundings differ."""
-    options = {"run": ASYNCHRONOUS["run"] | {"steps": 3}, "staleness": {"max_versions": 0}}
-    asynchronous = runs("strict", **options)
+    run, correction = ASYNCHRONOUS["run"] | {"steps": 3}, {"name": "token_tis"}
+    critic = SECTIONS["critic"] | {"parallel": "1-1-2", "mini_batches": 1}
+    asynchronous = runs(
+        f"strict-{name}",
+        run=run,
+        critic=critic,
+        algorithm={"name": f"async_{name}", "correction": correction},
+        staleness={"max_versions": 0},
+    )
     synchronous = runs(
-        "synchronous",
-        run=options["run"],
-        algorithm={"name": "grpo", "correction": {"name": "token_tis"}},
+        f"synchronous-{name}",
+        run=run,
+        critic=critic,
+        algorithm={"name": name, "correction": correction},
         cluster={"ranks_per_node": [2]},
         staleness={},
         generation={},
