@@ -68,6 +68,10 @@ class DriftError(HybridEngineError):
     """The engine and the trainer disagree on the log-probs of the same tokens."""
 
 
+class StalenessError(HybridEngineError):
+    """An update was given tokens that are older than the bound on staleness, or whose age is impossible or unknown."""
+
+
 class OutputError(HybridEngineError):
     """The output of a run cannot be written, for example because the disk is full."""
 

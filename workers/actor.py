@@ -14,15 +14,17 @@ from torch import Tensor
 from hybridengine.algorithms.drift import check_drift, save_reproduction
 from hybridengine.algorithms.losses.aggregation import Aggregation, LossStats, SummedLoss
 from hybridengine.algorithms.losses.policy import entropy_bonus, kl_loss
+from hybridengine.algorithms.masking import response_mask
 from hybridengine.backends.engine import Response, SamplingSettings, generate
+from hybridengine.backends.megatron.model import available_names
 from hybridengine.backends.megatron.weights import save_weights
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.config import RunConfig
 from hybridengine.config.algorithm import Algorithm
 from hybridengine.errors import ConfigError, ProtocolError
+from hybridengine.families.family import NameSet
 from hybridengine.importing import import_object
-from hybridengine.models.shapes import DTYPE_BYTES
 from hybridengine.reshard.compiler import compile_plan
 from hybridengine.reshard.domains import domains
 from hybridengine.rows.micro_batches import SEQUENCE_COLUMNS, cut_rows
@@ -38,7 +40,9 @@ from hybridengine.topology.grid import group_with
 from hybridengine.topology.links import NodeMap
 from hybridengine.weights.digests import digests
 from hybridengine.weights.executor import Verify
-from hybridengine.weights.hybrid_engine import HybridEngine
+from hybridengine.weights.hybrid_engine import HybridEngine, WeightPush
+from hybridengine.weights.link import Link
+from hybridengine.weights.storage import WeightStorage
 from hybridengine.weights.transport import PointToPointTransport
 from workers.model_worker import TrainedWorker
 
@@ -85,7 +89,7 @@ class ActorWorker(TrainedWorker):
                 self.trainer.layout,
                 self._engine.layout,
                 group_with(context.rank, groups),
-                run.actor.bucket_bytes // DTYPE_BYTES[run.model.dtype],
+                run.bucket_elements,
                 NodeMap(run.cluster.ranks_per_node),
             ),
             context.rank,
@@ -95,6 +99,9 @@ class ActorWorker(TrainedWorker):
             verify=Verify(run.actor.verify),
             resume_from=str(folder),
         )
+        self._push: WeightPush | None = None
+        self._version = 0
+        """Version of the weights, as engines on other ranks know it."""
 
     @register(ONE_TO_ALL)
     def start_training(self) -> None:
@@ -175,12 +182,13 @@ class ActorWorker(TrainedWorker):
         }
         return TensorDict(columns, batch_size=[len(rows)]), outputs
 
-    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=["rollout_log_probs"], returns_rows=True)
+    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=["rollout_log_probs", "versions"], returns_rows=True)
     def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
         """Return `log_probs` and `entropies` [B, R] of the response tokens under the training model.
 
         Raises DriftError if the engine's `rollout_log_probs` [B, R], if present, differ by more than
-        `guards.log_prob_drift`; the rows are then saved in the run's folder.
+        `guards.log_prob_drift`; the rows are then saved in the run's folder. Rows with tokens of other weights than the
+        present ones, by their `versions` [B, R], are not compared.
         """
         names = ("log_probs", "entropies")
         result = self.forward_rows(
@@ -188,7 +196,11 @@ class ActorWorker(TrainedWorker):
         )
         bound = self.run.guards.log_prob_drift
         if result is not None and bound is not None and "rollout_log_probs" in rollout.keys():  # noqa: SIM118
-            check_drift(rollout, result["log_probs"], bound, self._save_reproduction)
+            rows = torch.arange(len(rollout))
+            if "versions" in rollout.keys():  # noqa: SIM118
+                mask = response_mask(rollout["response_lengths"], rollout["versions"].size(1))
+                rows = rows[((rollout["versions"] == self._version) | ~mask).all(1)]
+            check_drift(rollout[rows], result["log_probs"][rows], bound, self._save_reproduction)
         return result
 
     def _save_reproduction(self, rows: dict[str, Tensor], drift: float) -> Path:
@@ -209,16 +221,22 @@ class ActorWorker(TrainedWorker):
     @register(
         PROTO_3D,
         [*SEQUENCE_COLUMNS, "log_probs", "advantages"],
-        optional=["keep", "weights", "ref_log_probs", ROW_NUMBERS],
+        optional=["keep", "trained", "versions", "weights", "ref_log_probs", ROW_NUMBERS],
     )
-    def update(self, batch: TensorDictBase, algorithm: Algorithm | None = None) -> dict[str, float]:
+    def update(
+        self, batch: TensorDictBase, algorithm: Algorithm | None = None, version: int | None = None
+    ) -> dict[str, float]:
         """Update the policy with the algorithm's loss, entropy bonus and KL loss; return metrics on the last stage.
 
-        Reads a rollout with `log_probs` and `advantages` [B, R], and optionally rows to `keep` [B], `weights` [B, R] of
-        the rollout correction, and `ref_log_probs` [B, R].
+        Reads a rollout with `log_probs` and `advantages` [B, R], and optionally rows to `keep` [B], tokens that are
+        `trained` [B, R], `weights` [B, R] of the rollout correction, and `ref_log_probs` [B, R].
+
+        Args:
+            version: version of the weights before the update, for rows with the `versions` [B, R] that drew them.
 
         Raises:
             ProtocolError: a KL loss without `ref_log_probs`, or fewer rows than mini-batches.
+            StalenessError: a token in the loss is older than `staleness.max_versions`, or newer than the weights.
         """
         section = self.run.actor
         algorithm = algorithm or self.run.algorithm
@@ -242,7 +260,7 @@ class ActorWorker(TrainedWorker):
                 total = total + kl_loss(log_probs, columns["ref_log_probs"], mask, *settings)
             return total.loss_sum, aggregation.count(mask).int(), (total.stats, int(mask.sum()))
 
-        return self.update_rows(batch, columns_of, loss)
+        return self.update_rows(batch, columns_of, loss, version=version)
 
     @register(PROTO_3D, [*SEQUENCE_COLUMNS, "ref_log_probs", "scores", "dropped"], optional=[ROW_NUMBERS])
     def update_preferences(
@@ -265,6 +283,26 @@ class ActorWorker(TrainedWorker):
             return total.loss_sum, keep.sum().int(), (total.stats, int(columns["mask"].sum()))
 
         return self.update_rows(batch, ["ref_log_probs", "told"], loss, unit=2)
+
+    @register(ONE_TO_ALL)
+    def link_facts(self) -> tuple[str, int, NameSet]:
+        """Return what engines need for a link: address and port of the ranks' store, and the parameters' names."""
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), available_names()
+
+    @register(ONE_TO_ALL)
+    def join_link(self, link: Link) -> None:
+        """Join a link to engines, in place of any earlier one. Collective over the link."""
+        timeout_s = self.run.timeouts.collective_s
+        self._push = link.join(
+            self.shape, self.context.rank, timeout_s, self.trainer.weights, WeightStorage({})
+        )
+
+    @register(ONE_TO_ALL)
+    def push_weights(self, version: int) -> dict[str, str | int | float]:
+        """Push the weights, which are `version` from now on, to the engines of the link; return this rank's report."""
+        assert self._push is not None, "join_link comes first"
+        self._version = version
+        return self._push.push().as_dict()
 
     @register(ONE_TO_ALL)
     def export_model(self, folder: str, companions: str) -> None:

@@ -31,9 +31,16 @@ class CriticWorker(TrainedWorker):
             rollout, lambda scores, columns: {"values": response_values(scores, columns)}
         )
 
-    @register(PROTO_3D, [*SEQUENCE_COLUMNS, "values", "returns"], optional=["keep", ROW_NUMBERS])
-    def update(self, batch: TensorDictBase) -> dict[str, float]:
-        """Update towards `returns` [B, R] from `values` [B, R] and any `keep` [B]; return metrics on the last stage."""
+    @register(
+        PROTO_3D,
+        [*SEQUENCE_COLUMNS, "values", "returns"],
+        optional=["keep", "trained", "versions", ROW_NUMBERS],
+    )
+    def update(self, batch: TensorDictBase, version: int | None = None) -> dict[str, float]:
+        """Update towards `returns` [B, R] from `values` [B, R]; return metrics on the last stage.
+
+        Optional columns, `version` and StalenessError are those of `ActorWorker.update`.
+        """
         clip = getattr(self.run, self.context.role).value_clip or None
 
         def loss(scores: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
@@ -45,7 +52,7 @@ class CriticWorker(TrainedWorker):
         # Between updates, gradients and (if configured) optimizer state release their memory.
         self.trainer.enter_training()
         try:
-            metrics = self.update_rows(batch, ["values", "returns"], loss)
+            metrics = self.update_rows(batch, ["values", "returns"], loss, version=version)
         finally:
             self.trainer.leave_training()
         role = self.context.role  # a run may have two critics

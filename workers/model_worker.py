@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridengine.algorithms.across import Across
 from hybridengine.algorithms.losses.aggregation import LossStats, merge_stats
+from hybridengine.algorithms.staleness import check_ages
 from hybridengine.backends.megatron.checkpoint import BackgroundSave, load_checkpoint, load_random
 from hybridengine.backends.megatron.groups import initialize_globals
 from hybridengine.backends.megatron.model import available_names
@@ -132,14 +133,21 @@ class TrainedWorker(ModelWorker):
         return load_random(Path(folder), self.context.rank)
 
     def update_rows(
-        self, batch: TensorDictBase, columns: list[str], loss: LossFunction, unit: int = 1
+        self,
+        batch: TensorDictBase,
+        columns: list[str],
+        loss: LossFunction,
+        unit: int = 1,
+        version: int | None = None,
     ) -> dict[str, float]:
         """Train for several epochs over this replica's rows; return metrics over all replicas, equal on the last stage.
 
         `loss` collects a `LossStats` and the number of tokens of each micro-batch. Rows that are not kept have an empty
-        mask. `unit` is the number of consecutive rows that stay together (see `check_units`).
+        mask. `unit` is the number of consecutive rows that stay together (see `check_units`). `version` is that of the
+        weights that are trained, in an asynchronous dataflow; raises StalenessError for rows that it may not train.
         """
         self.check_units(len(batch), unit)
+        check_ages(batch, version, self.run.staleness.max_versions)
         self._updates += 1
         collected, steps = list[tuple[LossStats, int]](), list[StepResult]()
         numbers = batch[ROW_NUMBERS] if ROW_NUMBERS in batch.keys() else torch.arange(len(batch))  # noqa: SIM118

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
+import torch
 from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.config import RunConfig
@@ -12,11 +14,35 @@ from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.rows.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
 
 
+class PromptReader:
+    """The prompts of a run, read from its files when they are first needed."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self._run = run
+
+    @cached_property
+    def training(self) -> PromptDataset:
+        return self._dataset(self._run.train_file)
+
+    @cached_property
+    def held_out(self) -> PromptDataset:
+        return self._dataset(self._run.eval_file)
+
+    def prompts(self, numbers: Sequence[int]) -> TensorDict:
+        """Return the prompts with these numbers in the endless stream of shuffled epochs."""
+        seed = self._run.run.seed
+        return self.training.rows([rows_after(len(self.training), 1, seed, number)[0] for number in numbers])
+
+    def _dataset(self, file: object) -> PromptDataset:
+        tokenizer = load_tokenizer(self._run.tokenizer_folder, pad_with_eos=True)
+        return PromptDataset(str(file), tokenizer, self._run.rollout.max_prompt_tokens)
+
+
 class PromptWorker:
     """One rank's access to the prompts."""
 
     def __init__(self, context: RankContext, run: RunConfig) -> None:
-        self._run = run
+        self._run, self._reader = run, PromptReader(run)
         self._begin_step, self._begin_drawn = 0, 0
 
     @register(ONE_TO_ALL)
@@ -29,23 +55,24 @@ class PromptWorker:
         """Return the prompts of a step (from 1): `prompt_tokens` [B, P], `prompt_lengths`, `row_ids` [B], `answers`."""
         batch_size = self._run.data.batch_size
         num_drawn = self._begin_drawn + (step - 1 - self._begin_step) * batch_size
-        row_ids = rows_after(len(self._training), batch_size, self._run.run.seed, num_drawn)
-        return self._training.rows([row_ids[number] for number in rows[ROW_NUMBERS].tolist()])
+        row_ids = rows_after(len(self._reader.training), batch_size, self._run.run.seed, num_drawn)
+        return self._reader.training.rows([row_ids[number] for number in rows[ROW_NUMBERS].tolist()])
+
+    @register(PROTO_3D, ["prompt_numbers", "response_tokens", "response_lengths"], returns_rows=True)
+    def sequences(self, rows: TensorDictBase) -> TensorDict:
+        """Return the numbered prompts with `tokens` [B, P + R]: each prompt and its response, padded at the end."""
+        prompts = self._reader.prompts(rows["prompt_numbers"].tolist())
+        lengths, width = prompts["prompt_lengths"], rows["response_tokens"].size(1)
+        padded = torch.nn.functional.pad(
+            prompts["prompt_tokens"], (0, width), value=self._reader.training.pad_id
+        )
+        places = lengths[:, None] + torch.arange(width)
+        # right-padded prompts: a response begins where its prompt ends
+        prompts["tokens"] = padded.scatter(1, places, rows["response_tokens"].long())
+        return prompts
 
     @register(PROTO_3D, [ROW_NUMBERS], returns_rows=True)
     def held_out_prompts(self, rows: TensorDictBase) -> TensorDict:
         """Return the held-out prompts in file order, repeated from the first if there are more rows than prompts."""
-        numbers = rows[ROW_NUMBERS] % len(self._held_out)
-        return self._held_out.rows(numbers.tolist())
-
-    @cached_property
-    def _training(self) -> PromptDataset:
-        return self._dataset(self._run.train_file)
-
-    @cached_property
-    def _held_out(self) -> PromptDataset:
-        return self._dataset(self._run.eval_file)
-
-    def _dataset(self, file: object) -> PromptDataset:
-        tokenizer = load_tokenizer(self._run.tokenizer_folder, pad_with_eos=True)
-        return PromptDataset(str(file), tokenizer, self._run.rollout.max_prompt_tokens)
+        numbers = rows[ROW_NUMBERS] % len(self._reader.held_out)
+        return self._reader.held_out.rows(numbers.tolist())

@@ -75,15 +75,21 @@ def discounted_returns(rewards_BR: Tensor, mask_BR: Tensor, gamma: float) -> Ten
 
 
 def reinforce_plus_plus(
-    rewards_BR: Tensor, mask_BR: Tensor, gamma: float = 1.0, across: Across = ONE_PROCESS
+    rewards_BR: Tensor,
+    mask_BR: Tensor,
+    gamma: float = 1.0,
+    across: Across = ONE_PROCESS,
+    trained_BR: Tensor | None = None,
 ) -> Tensor:
-    """Return discounted returns, scaled to mean 0 and variance 1 over the valid tokens of the whole batch.
+    """Return discounted returns, scaled to mean 0 and variance 1 over the trained tokens of the whole batch.
 
-    The rewards carry the KL penalty (`token_rewards`). Shapes: both [B, R] -> [B, R], 0 at masked entries.
+    The rewards carry the KL penalty (`token_rewards`). Shapes: all [B, R] -> [B, R], 0 at tokens that are not trained.
+    By default all valid tokens are trained.
     Guarantees: returns that are all equal (such as a single valid token) give 0.
     Source: arXiv 2501.03262, global advantage normalisation with one response per prompt.
     """
-    return whiten(discounted_returns(rewards_BR, mask_BR, gamma), mask_BR, across=across)
+    trained_BR = mask_BR if trained_BR is None else trained_BR
+    return whiten(discounted_returns(rewards_BR, mask_BR, gamma), trained_BR, across=across)
 
 
 @torch.no_grad()

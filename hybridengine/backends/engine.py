@@ -139,6 +139,14 @@ class Engine(GenerationSide, Protocol):
         """
         ...
 
+    def progress(self) -> list[Response]:
+        """Return the tokens drawn so far for each request whose response `advance` has not returned, in order."""
+        ...
+
+    def settle(self) -> None:
+        """Finish steps in flight, which an engine with pipeline stages has, before its weights change."""
+        ...
+
     def abort(self, request_ids: Iterable[str]) -> list[Response]:
         """Drop requests whose responses `advance` has not returned; return the tokens drawn for each so far."""
         ...

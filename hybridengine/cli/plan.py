@@ -13,6 +13,8 @@ from hybridengine.cli.options import STDOUT, add_json_option, between
 from hybridengine.cli.outputs import check_outputs, emit, show_status
 from hybridengine.cli.run_request import RunRequest, add_run_options, cluster_of, request_of
 from hybridengine.errors import ConfigError
+from hybridengine.formatting import format_bytes
+from hybridengine.planning.costs.memory import engine_weight_bytes
 from hybridengine.planning.costs.passes import compute_of
 from hybridengine.planning.search.options import Options
 from hybridengine.planning.search.plan import Plan, idle_shares, run_settings
@@ -62,9 +64,10 @@ def run(options: argparse.Namespace) -> int:
         {"CONFIG": options.config, "--cluster": options.cluster},
     )
     begin = time.perf_counter()
+    workload = request.workload.without_generation() if request.num_generating else request.workload
     search = Search(
-        Options(request.workload, request.cluster, request.constraints.sizes, request.constraints.gen_sizes),
-        request.num_devices,
+        Options(workload, request.cluster, request.constraints.sizes, request.constraints.gen_sizes),
+        request.num_devices - request.num_generating,
         request.constraints.placements,
         options.top,
         lambda done, total: show_status(f"placement {done + 1} of {total}"),
@@ -125,7 +128,20 @@ def _lines(request: RunRequest, found: Found, search_s: float) -> list[str]:
         f"cluster: {request.num_devices} devices of {request.cluster.name}",
         f"search: {_counted(found.num_placements, 'placement')}, {_counted(found.num_allocations, 'allocation')} bounded,"
         f" {found.num_solved:,} looked into, {search_s:.1f} s; {exact}",
-        *plan_lines(found.plans, request.num_devices),
+        *_engine_lines(request),
+        *plan_lines(found.plans, request.num_devices - request.num_generating),
+    ]
+
+
+def _engine_lines(request: RunRequest) -> list[str]:
+    """Return a line with the engines that generate beside the plan, if any."""
+    config, gen = request.config, request.config.generation.parallel
+    if not config.engines:
+        return []
+    return [
+        f"engines: {len(config.engines)} of {gen} (p_g-t_g) on {request.num_generating} of the devices, as configured;"
+        f" they generate during all calls; a rank holds {format_bytes(engine_weight_bytes(config))} of weights and"
+        f" {format_bytes(config.rollout.kv_cache_bytes)} of KV cache (`hybridengine simulate` predicts the whole)"
     ]
 
 

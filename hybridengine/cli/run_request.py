@@ -42,6 +42,11 @@ class RunRequest:
         }
 
     @property
+    def num_generating(self) -> int:
+        """Number of devices of engines on a pool of their own."""
+        return sum(map(sum, self.config.engines))
+
+    @property
     def title(self) -> str:
         return f"{self.workload.algorithm} on {self.num_devices} devices of {self.cluster.name}"
 
@@ -84,8 +89,11 @@ def request_of(options: argparse.Namespace) -> RunRequest:
             "CONFIG is missing; name the YAML file of a run, e.g. configs/llama3-70b-16nodes.yaml"
         )
     config = load_config(options.config, options.overrides, dry_run=True, placed=False)
+    if "generation" in config.algorithm.roles:  # its pools are part of what is planned
+        config = load_config(options.config, options.overrides, dry_run=True)
     cluster = cluster_of(options, config.model.dtype)
-    num_devices = devices_of(cluster, options.devices)
+    wanted = config.num_ranks if config.engines and options.devices is None else options.devices
+    num_devices = devices_of(cluster, wanted)
     limit = config.rollout.max_response_tokens
     lengths_text = f"constant:{limit}" if options.lengths is None else options.lengths
     if lengths_text and Path(lengths_text).is_dir():

@@ -16,6 +16,7 @@ from hybridengine.cli.outputs import check_outputs, emit, show_status
 from hybridengine.cli.run_request import RunRequest, add_run_options, request_of
 from hybridengine.errors import ConfigError
 from hybridengine.formatting import format_seconds, table
+from hybridengine.planning.simulation.bound_prices import late_line
 from hybridengine.planning.simulation.scenarios import Run, Scenarios, SteadyState, role_idle_shares
 from hybridengine.planning.simulation.simulation import Outcome, simulate_asynchronous, simulate_synchronous
 
@@ -29,7 +30,9 @@ T = TypeVar("T")
 DESCRIPTION = """Simulate training, event by event: engines with continuous batching, the queue of complete responses, the
 trainer, and new weights for the engines. Synchronous, where all devices generate and then train, beside asynchronous,
 where some devices generate all the time and the others train; new weights arrive between two tokens, and no response is
-begun that would be more than --staleness batches ahead of the trainer. Seconds come from the cluster file."""
+begun that would be more than --staleness batches ahead of the trainer. Older tokens are masked (--bound token), or the
+trainer waits for the oldest responses (--bound response). A configuration with engines on a pool of their own is
+simulated with its pools and sizes; for others, the best division is found. Seconds come from the cluster file."""
 
 EPILOG = """examples:
   # synchronous beside the best division of 128 devices between training and generation
@@ -46,7 +49,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(placement=None)
     option, ages, number = parser.add_argument, between(0, math.inf, float), between(1, 2**31)
     option("--steps", type=between(1, 100_000), default=100, metavar="N", help="training steps to simulate")
-    option("--staleness", type=ages, default=4.0, metavar="ETA", help="batches ahead of the trainer, or inf")
+    option(
+        "--staleness", type=ages, metavar="ETA",
+        help="batches ahead of the trainer, or inf (default: staleness.max_versions of engines on a pool, otherwise 4)",
+    )  # fmt: skip
+    option("--bound", choices=("token", "response"), help="exact bound (default: staleness.bound)")
     option("--train-devices", type=number, metavar="N", help="devices that train (default: the model's best)")
     option("--sweep", action="store_true", help="simulate every division")
     option("--seed", type=between(0, 2**32 - 1), default=0, metavar="N", help="of the lengths")
@@ -56,15 +63,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     request = request_of(options)
+    staleness, has_pool = request.config.staleness, bool(request.config.engines)
+    if options.staleness is None:
+        options.staleness = float(staleness.max_versions) if has_pool else 4.0
+    options.bound = options.bound or staleness.bound
     scenarios = _scenarios(request, options)
     check_outputs(
         {"--json": options.json, "--plot": options.plot},
         {"CONFIG": options.config, "--cluster": options.cluster},
     )
     begin = time.perf_counter()
+    divisions, sweep = _divisions(scenarios, request, options), []
     synchronous = scenarios.synchronous()
     outcome = simulate_synchronous(synchronous.setting)
-    divisions, sweep = _divisions(scenarios, options), []
     for division, state in divisions:
         show_status(f"division {len(sweep) + 1} of {len(divisions)}")
         sweep.append((division, state, simulate_asynchronous(division.setting)))
@@ -73,6 +84,7 @@ def run(options: argparse.Namespace) -> int:
         **request.figures,
         "num_steps": options.steps,
         "max_staleness": options.staleness if math.isfinite(options.staleness) else None,
+        "bound": options.bound,
         "seed": options.seed,
         "simulation_s": time.perf_counter() - begin,
         "synchronous": _figures(synchronous, None, outcome),
@@ -97,13 +109,40 @@ def _scenarios(request: RunRequest, options: argparse.Namespace) -> Scenarios:
         raise ConfigError(
             "one device cannot be divided between training and generation; give --devices or --nodes for more"
         )
-    settings = {"num_steps": options.steps, "max_staleness": options.staleness, "seed": options.seed}
+    if request.config.engines:
+        _check_configured(request, options)
+    settings = {
+        "num_steps": options.steps,
+        "max_staleness": options.staleness,
+        "bound": options.bound,
+        "seed": options.seed,
+    }
     constraints = request.constraints
     return Scenarios(request.workload, request.cluster, request.num_devices, constraints, **settings)
 
 
-def _divisions(scenarios: Scenarios, options: argparse.Namespace) -> list[tuple[Run, SteadyState]]:
-    """Return the divisions that the options ask for, each with its steady state."""
+def _check_configured(request: RunRequest, options: argparse.Namespace) -> None:
+    """Raise a ConfigError for options that contradict the pools of a configuration with engines on one of them."""
+    changes = {"--train-devices": options.train_devices, "--sweep": options.sweep, "--fix": options.fix}
+    if given := ", ".join(name for name, value in changes.items() if value):
+        raise ConfigError(
+            f"{given} cannot change the pools and sizes of a configuration with engines on a pool of their own, which is"
+            " simulated as it is; leave it out, or change the configuration"
+        )
+    if request.num_devices != request.config.num_ranks:
+        raise ConfigError(
+            f"--devices {request.num_devices} must be the {request.config.num_ranks} ranks of the configuration's pools,"
+            " which are simulated as they are; leave it out, or change cluster.ranks_per_node and cluster.pools"
+        )
+
+
+def _divisions(
+    scenarios: Scenarios, request: RunRequest, options: argparse.Namespace
+) -> list[tuple[Run, SteadyState]]:
+    """Return the divisions that configuration and options ask for, each with its steady state."""
+    if request.config.engines:
+        run = scenarios.configured(request.config)
+        return [(run, scenarios.steady_state(run))]
     divisions, wanted = list(scenarios.divisions()), options.train_devices
     if wanted is not None and wanted not in divisions:
         raise ConfigError(
@@ -144,6 +183,7 @@ RUN_COLUMNS = {
     "generate_idle_share": "engines idle",
     "staleness_mean": "staleness mean",
     "staleness_max": "most",
+    "masked_share": "masked",
     "queue_max": "queue most",
 }
 SWEEP_COLUMNS = {
@@ -154,6 +194,7 @@ SWEEP_COLUMNS = {
     "model_staleness": "ages while generated: model",
     "staleness_mean": "staleness: mean",
     "staleness_max": "most",
+    "masked_share": "masked",
     "train_idle_share": "trainer idle",
     "generate_idle_share": "engines idle",
     "mark": "",
@@ -166,12 +207,13 @@ def _lines(request: RunRequest, figures: dict[str, Any], max_staleness: float) -
     yield f"run: {request.workload.algorithm} of {request.rows}"
     yield (
         f"cluster: {request.num_devices} devices of {request.cluster.name}; {figures['num_steps']} steps, staleness bound"
-        f" {max_staleness:g}, seed {figures['seed']}, simulated in {figures['simulation_s']:.1f} s"
+        f" {max_staleness:g} by {figures['bound']}, seed {figures['seed']}, simulated in {figures['simulation_s']:.1f} s"
     )
     yield ""
     yield from table([{"run": name, **run} for name, run in both.items()], RUN_COLUMNS)
     if other["staleness_max"] > max_staleness:
-        yield "(most: responses begun within the bound that took so long that others were trained on before them)"
+        yield "(most: responses begun within the bound that took so long that others were trained on before them; tokens"
+        yield " older than the bound are masked)"
     yield ""
     for name, run in both.items():
         yield (
@@ -181,8 +223,15 @@ def _lines(request: RunRequest, figures: dict[str, Any], max_staleness: float) -
             + ", ".join(f"{role} {share:.0%}" for role, share in run["role_idle_shares"].items())
         )
     yield f"asynchronous: {other['tokens_per_s'] / one['tokens_per_s']:.2f} times synchronous"
+    total = sum(other["staleness_tokens"].values())
+    ages = (f"{age}: {count / total:.1%}" for age, count in other["staleness_tokens"].items())
+    yield f"asynchronous: share of the tokens by staleness: {', '.join(ages)}"
+    if warning := late_line(other["model_staleness"], max_staleness, figures["bound"]):
+        yield warning
     yield ""
-    yield "divisions of the devices, simulated beside the analytical model"
+    configured = bool(request.config.engines)
+    which = "the configured division" if configured else "divisions"
+    yield f"{which} of the devices, simulated beside the analytical model"
     rows = []
     for division in figures["sweep"]:
         is_best = division["num_training"] == other["num_training"]
@@ -202,7 +251,7 @@ def _figures(run: Run, state: SteadyState | None, outcome: Outcome) -> dict[str,
         "generate": str(run.engines.engine.sizes),
         "max_running": run.setting.max_running,
         "update_s": run.setting.update_s,
-        "parallel": {option.model: str(option.sizes) for option in run.plan.pools[0].options},
+        "parallel": {option.model: str(option.sizes) for pool in run.plan.pools for option in pool.options},
         "seconds": outcome.seconds,
         "step_s": outcome.seconds / len(outcome.step_ends),
         "tokens_per_s": outcome.tokens_per_s,
@@ -211,6 +260,7 @@ def _figures(run: Run, state: SteadyState | None, outcome: Outcome) -> dict[str,
         "role_idle_shares": role_idle_shares(run, outcome),
         "staleness_mean": outcome.mean_staleness,
         "staleness_max": outcome.largest_staleness,
+        "masked_share": outcome.masked_share,
         "staleness_tokens": {str(age): count for age, count in outcome.staleness_counts.items()},
         "queue_max": max(count for _, count in outcome.queue),
         "queue": {"seconds": moments, "responses": waiting},

@@ -12,12 +12,19 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import BeforeValidator, SerializeAsAny, model_validator
 
-from hybridengine.config.values import IMPORT_PATH, ImportPath, NonNegative, Positive, Section
+from hybridengine.config.values import (
+    IMPORT_PATH,
+    CountOrZero,
+    ImportPath,
+    NonNegative,
+    Positive,
+    Section,
+)
 from hybridengine.errors import ConfigError
 from hybridengine.importing import import_object
 
-Role = Literal["actor", "critic", "cost_critic", "reference", "reward", "cost"]
-"""A model of a dataflow, by name."""
+Role = Literal["actor", "generation", "critic", "cost_critic", "reference", "reward", "cost"]
+"""A role of a dataflow, by name: a model, or engines with the actor's weights on ranks of their own (`generation`)."""
 
 ALGORITHMS = {
     "ppo": "hybridengine.drivers.ppo:Ppo",
@@ -28,6 +35,8 @@ ALGORITHMS = {
     "reinforce_plus_plus": "hybridengine.drivers.reinforce_plus_plus:ReinforcePlusPlus",
     "safe_rlhf": "hybridengine.drivers.safe_rlhf:SafeRlhf",
     "online_dpo": "hybridengine.drivers.online_dpo:OnlineDpo",
+    "async_grpo": "hybridengine.drivers.async_grpo:AsyncGrpo",
+    "async_ppo": "hybridengine.drivers.async_ppo:AsyncPpo",
 }
 """Name -> import path of the class; classes are imported only when a configuration names them."""
 DEFAULT = next(iter(ALGORITHMS))
@@ -42,19 +51,46 @@ class Conflict(NamedTuple):
     """Dotted keys of these values."""
 
 
-CorrectionName = Literal["token_tis", "sequence_tis", "sequence_mis", "geometric_filter"]
+CorrectionName = Literal["token_tis", "icepop", "sequence_tis", "sequence_mis", "geometric_filter"]
 
 
 class CorrectionSection(Section):
     """Correction of differences between engine and trainer log-probs: weights rho = pi_train / pi_rollout."""
 
     name: CorrectionName = "token_tis"
-    """Correction method: token_tis and sequence_tis cap weights at `high`, sequence_mis drops sequences above it, and
-    geometric_filter drops sequences whose geometric mean of rho is not between `low` and `high`."""
+    """Correction method: token_tis (decoupled PPO with a cap) and sequence_tis cap weights at `high`, icepop drops tokens
+    whose weight is not between `low` and `high`, sequence_mis drops sequences above `high`, and geometric_filter drops
+    sequences whose geometric mean of rho is not between `low` and `high`."""
     high: Positive = 2.0
-    """Largest weight, or largest mean for geometric_filter."""
+    """Largest weight, or largest mean for geometric_filter. Published for icepop: 5."""
     low: NonNegative = 0.0
-    """Smallest mean for geometric_filter."""
+    """Smallest weight for icepop, smallest mean for geometric_filter. Published for icepop: 0.5."""
+
+
+class OverlongSection(Section):
+    """Treatment of responses near `rollout.max_response_tokens`, at which generation stops."""
+
+    cache_tokens: CountOrZero = 0
+    """Number of tokens before the maximum over which the score falls linearly; 0 punishes no response."""
+    penalty: Positive = 1.0
+    """Amount by which the score of a response of `rollout.max_response_tokens` falls."""
+    mask: bool = False
+    """Exclude responses of `rollout.max_response_tokens` from the loss; their scores count in the mean of their group."""
+
+    def conflicts(self, max_response_tokens: int) -> Iterator[Conflict]:
+        """Yield the violated rules between these options, and with the width of the responses."""
+        if not self.cache_tokens and not self.mask:
+            yield Conflict(
+                "algorithm.overlong with cache_tokens=0 and mask=false has no effect; give cache_tokens, or mask=true, or"
+                " leave it out",
+                ("algorithm.overlong.cache_tokens", "algorithm.overlong.mask"),
+            )
+        if self.cache_tokens > max_response_tokens:
+            yield Conflict(
+                f"algorithm.overlong.cache_tokens={self.cache_tokens} must be at most rollout.max_response_tokens="
+                f"{max_response_tokens}; lower the one or raise the other",
+                ("algorithm.overlong.cache_tokens", "rollout.max_response_tokens"),
+            )
 
 
 class Algorithm(Section):
@@ -71,6 +107,8 @@ class Algorithm(Section):
     """Number of rows that the actor's update keeps in one micro-batch: 2 for a preference."""
     uncorrected: ClassVar[str | None] = None
     """Reason why the algorithm does not use a rollout correction; None if it does."""
+    reads_overlong: ClassVar[bool] = True
+    """False for an algorithm without advantages, which does not use the option `overlong`."""
     advantage_parameters: ClassVar[tuple[str, ...]] = ("rows", "across", "algorithm", "samples")
     """Parameters of the function given by the option `advantages`, for algorithms with that option."""
 
@@ -82,6 +120,8 @@ class Algorithm(Section):
     """Estimator of the KL divergence from the reference policy."""
     correction: CorrectionSection | None = None
     """Rollout correction; none by default."""
+    overlong: OverlongSection | None = None
+    """Punishment or masking of over-long responses; none by default."""
 
     @model_validator(mode="before")
     @classmethod
@@ -90,6 +130,11 @@ class Algorithm(Section):
         path = f"{cls.__module__}:{cls.__qualname__}"
         name = next((name for name, known in ALGORITHMS.items() if known == path), path)
         return {"name": name, **values} if isinstance(values, dict) else values
+
+    @property
+    def needs_on_policy(self) -> str | None:
+        """Reason why every row must be drawn from the weights that are trained next; None if older rows are corrected."""
+        return None
 
     @abstractmethod
     def step(self, roles: Any, sampling: Any, state: dict[str, float]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hybridengine.config.algorithm import Conflict, Role
+from hybridengine.config.generation_checks import generation_conflicts
 from hybridengine.config.model_checks import model_conflicts, paths_hint
 from hybridengine.config.reward_sections import RewardSection, ScorerSection, scorer_key
 from hybridengine.config.run_config import TRAINED, RunConfig, model_holders, ranks_key, reward_sections
@@ -16,6 +17,7 @@ from hybridengine.topology.sizes import TrainSizes
 
 SERVED = ("model", "cluster.", "actor.", "reference.", "rollout.", "timeouts.", "faults.", "serve.")
 """Beginnings of the keys that a server reads."""
+CISPO_LOSS = "hybridengine.algorithms.losses.policy:cispo_loss"
 PLACEMENT_KEYS = ("cluster.ranks_per_node", "cluster.pools", "rollout.kv_cache_bytes")
 
 
@@ -31,7 +33,13 @@ def find_conflicts(
 
     With `serves`, only rules between keys that a server reads are checked.
     """
-    found = [*_sources(config), *_algorithm(config), *_scorers(config), *_pools(config)]
+    found = [
+        *_sources(config),
+        *_algorithm(config),
+        *_scorers(config),
+        *_pools(config),
+        *generation_conflicts(config),
+    ]
     for holder in model_holders(config):
         found += _sizes(config, holder.role, holder.sizes, holder.sizes_key)
     found += [*_rows(config), *_schedules(config)]
@@ -113,6 +121,19 @@ def _algorithm(config: RunConfig) -> Iterator[Conflict]:
             f"algorithm.correction.low={correction.low:g} must be less than its high={correction.high:g};"
             " lower the one or raise the other",
             ("algorithm.correction.low", "algorithm.correction.high"),
+        )
+    if (overlong := algorithm.overlong) is not None:
+        yield from overlong.conflicts(config.rollout.max_response_tokens)
+        if not algorithm.reads_overlong:
+            yield Conflict(
+                f"algorithm.overlong is not read by {named}, which computes no advantages; leave it out",
+                ("algorithm.overlong", "algorithm.name"),
+            )
+    if algorithm.loss == CISPO_LOSS and config.actor.dual_clip is not None:
+        yield Conflict(
+            f"actor.dual_clip={config.actor.dual_clip:g} is not read by algorithm.loss={algorithm.loss}, which bounds"
+            " every weight; leave it out",
+            ("actor.dual_clip", "algorithm.loss"),
         )
     roles = ", ".join(algorithm.roles)
     if "reward" not in algorithm.roles and config.eval_file is not None:

@@ -12,7 +12,8 @@ from hybridengine.config.run_config import SCORERS, ModelHolder, RunConfig, mode
 from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.models.checkpoint_files import checkpoint_problems
 from hybridengine.models.presets import resolve_model
-from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
+from hybridengine.models.shapes import ModelShape
+from hybridengine.topology.sizes import GenSizes
 
 WIDTHS = ("rollout.max_prompt_tokens", "rollout.max_response_tokens")
 
@@ -27,9 +28,15 @@ def model_conflicts(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
             actor = shape if holder.role == "actor" else actor
             yield from _sharding(holder, shape)
             yield from _positions(config, holder, shape)
-    yield from _engines(config, actor)
+    gen, train = config.actor.generate, config.actor.parallel
+    for problem in gen.problems_over(train):
+        yield Conflict(f"actor.generate={gen}: {problem}", ("actor.generate", "actor.parallel"))
     if actor is not None:
-        yield from _generation(config, actor)
+        yield from _engines(config, actor, "actor.generate", gen, train.tp_size, train.pp_size)
+        if "generation" in config.algorithm.roles:
+            own = config.generation.parallel
+            yield from _engines(config, actor, "generation.parallel", own, own.tp_size, own.pp_size)
+        yield from _cpu_engines(config, actor)
 
 
 def model_shape(config: RunConfig) -> ModelShape:
@@ -136,32 +143,31 @@ def _positions(config: RunConfig, holder: ModelHolder, shape: ModelShape) -> Ite
         )
 
 
-def _engines(config: RunConfig, shape: ModelShape | None) -> Iterator[Conflict]:
-    """Yield conflicts of the sizes (p_g, t_g) with the ranks and the model."""
-    gen, train = config.actor.generate, config.actor.parallel
-    for problem in gen.problems_over(train):
-        yield Conflict(f"actor.generate={gen}: {problem}", ("actor.generate", "actor.parallel"))
-    if shape is not None:
-        tp_problems = shape.gen_tp_problems(gen.tp_size, train.tp_size)
-        for problem in [*shape.pp_problems(gen.pp_size, "p_g"), *tp_problems]:
-            yield Conflict(f"actor.generate={gen}: {problem}", ("actor.generate", "model"))
+def _engines(
+    config: RunConfig, shape: ModelShape, key: str, gen: GenSizes, train_tp_size: int, train_pp_size: int
+) -> Iterator[Conflict]:
+    """Yield conflicts of engines' sizes, given by `key`, with the model, and between one sequence and the KV cache.
 
-
-def _generation(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
-    """Yield conflicts between one sequence and the KV cache, and requirements of vLLM on a CPU."""
+    Engines on ranks of their own do not share weights with training shards: their training sizes are their own.
+    """
     rollout, width = config.rollout, config.max_tokens
-    gen, train = config.actor.generate, config.actor.parallel
-    layers, kv_heads = 0, max(1, shape.num_kv_heads // gen.tp_size)
-    if max(gen.pp_size, train.pp_size) <= shape.num_layers:
-        layers = max(map(len, shape.gen_stage_layers(train.pp_size, gen.pp_size)))
-    needed = 2 * layers * kv_heads * shape.head_dim * DTYPE_BYTES[config.model.dtype] * width
+    pp_problems = shape.pp_problems(gen.pp_size, "p_g")
+    for problem in [*pp_problems, *shape.gen_tp_problems(gen.tp_size, train_tp_size)]:
+        yield Conflict(f"{key}={gen}: {problem}", (key, "model"))
+    if max(gen.pp_size, train_pp_size) > shape.num_layers:
+        return
+    needed = width * shape.kv_token_bytes(train_pp_size, gen.pp_size, gen.tp_size, config.model.dtype)
     if needed > rollout.kv_cache_bytes:
         yield Conflict(
             f"rollout.kv_cache_bytes={rollout.kv_cache_bytes} must hold one sequence of {width} tokens, which takes"
             f" {needed} bytes at p_g-t_g = {gen}; raise it to a multiple of {needed}",
-            ("rollout.kv_cache_bytes", *WIDTHS, "actor.generate", "model"),
+            ("rollout.kv_cache_bytes", *WIDTHS, key, "model"),
         )
-    if config.cluster.device == "cpu" and rollout.cuda_graphs:
+
+
+def _cpu_engines(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
+    """Yield requirements of vLLM on a CPU."""
+    if config.cluster.device == "cpu" and config.rollout.cuda_graphs:
         yield Conflict(
             "rollout.cuda_graphs=true needs cluster.device=cuda, found cpu; leave it false",
             ("rollout.cuda_graphs", "cluster.device"),

@@ -17,6 +17,7 @@ from hybridengine.config.sections import (
     CriticSection,
     DataSection,
     FaultSection,
+    GenerationSection,
     GuardSection,
     ModelSection,
     PoolSection,
@@ -24,11 +25,13 @@ from hybridengine.config.sections import (
     RolloutSection,
     RunSection,
     ServeSection,
+    StalenessSection,
     TimeoutSection,
     WarmupSection,
 )
 from hybridengine.config.values import PathText, Section, flat
 from hybridengine.models.checkpoint_files import COMPANIONS_FOLDER
+from hybridengine.models.shapes import DTYPE_BYTES
 from hybridengine.redaction import redacted
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
@@ -63,6 +66,8 @@ class RunConfig(Section):
     cost: RewardSection = RewardSection(function=None)
     """Costs of responses."""
     rollout: RolloutSection = RolloutSection()
+    generation: GenerationSection = GenerationSection()
+    staleness: StalenessSection = StalenessSection()
     data: DataSection = DataSection()
     algorithm: ChosenAlgorithm = Field(default_factory=dict, validate_default=True)  # pyright: ignore
     """The RL algorithm: its name, and the options of that algorithm."""
@@ -102,12 +107,14 @@ class RunConfig(Section):
 
     @property
     def model_roles(self) -> tuple[Role, ...]:
-        """Roles of the dataflow with weights on the ranks; excludes roles scored only by functions."""
+        """Roles of the dataflow with weights of their own; excludes engines, and roles scored only by functions."""
         used = self.algorithm.roles
         return tuple(
             role
             for role in ROLES
-            if role in used and (role not in SCORERS or "" in getattr(self, role).models)
+            if role in used
+            and role != "generation"
+            and (role not in SCORERS or "" in getattr(self, role).models)
         )
 
     def grid(self, role: Role) -> Grid:
@@ -118,6 +125,25 @@ class RunConfig(Section):
     def generation_grid(self) -> GenerationGrid:
         """The actor's generation layout over its training grid."""
         return GenerationGrid(self.grid("actor"), self.actor.generate)
+
+    @property
+    def bucket_elements(self) -> int:
+        """Largest number of weights in the buckets in flight."""
+        return self.actor.bucket_bytes // DTYPE_BYTES[self.model.dtype]
+
+    @property
+    def engines(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks on each node of every engine of the role generation; empty without it."""
+        if "generation" not in self.algorithm.roles:
+            return ()
+        size, left, nodes = self.generation.parallel.num_ranks, 0, list[list[int]]()
+        for num_ranks in self.pools[self.pool_of("generation")].ranks_per_node:
+            while num_ranks:
+                if not left:
+                    nodes, left = [*nodes, []], size
+                nodes[-1].append(min(left, num_ranks))
+                left, num_ranks = left - nodes[-1][-1], num_ranks - nodes[-1][-1]
+        return tuple(map(tuple, nodes))
 
     @property
     def max_tokens(self) -> int:

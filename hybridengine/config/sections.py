@@ -62,7 +62,7 @@ class RunSection(Section):
 
 
 RanksPerNode = Annotated[tuple[Count, ...], Field(min_length=1)]
-PoolRole = Literal["critic", "cost_critic", "reference", "reward", "cost"]
+PoolRole = Literal["generation", "critic", "cost_critic", "reference", "reward", "cost"]
 """Name of a role other than the actor, whose ranks are `cluster.ranks_per_node`."""
 PoolRoles = Annotated[tuple[PoolRole, ...], Field(min_length=1)]
 
@@ -244,6 +244,29 @@ class RolloutSection(Section):
     """Maximum number of sequences that an engine runs at once."""
     cuda_graphs: bool = False
     """Capture CUDA graphs for decoding; weights then use vLLM's sleep mode, which allocates them all at once."""
+
+
+class GenerationSection(Section):
+    """Engines on ranks of their own, which generate while the actor trains; for algorithms with the role generation."""
+
+    parallel: GenSizesField = GenSizes(1, 1)
+    """Sizes p_g-t_g of one engine; the pool's ranks are divided into engines of p_g·t_g ranks."""
+    kv: Literal["keep", "recompute"] = "keep"
+    """At new weights, running requests keep the keys and values of older weights, or recompute them."""
+    steps_per_call: Count = 16
+    """Engine steps, of one token per request, between two calls: new weights and requests come between calls."""
+    replay: PathText | None = None
+    """File calls.jsonl of a run with the same configuration, whose order of calls is repeated bit for bit."""
+
+
+class StalenessSection(Section):
+    """Bound on the age of tokens that are trained on, in versions of the weights (optimizer iterations)."""
+
+    max_versions: CountOrZero = 1
+    """Largest age of a token: the version trained by the update minus the version that drew the token."""
+    bound: Literal["token", "response"] = "token"
+    """token: responses are trained in the order in which they end, without their older tokens. response: in the order
+    in which they were begun, so that no token is older; the trainer waits for the oldest."""
 
 
 class TaskSection(Section):

@@ -101,7 +101,7 @@ class Future:
             results: source rank -> reference to its result, in row order.
             inputs: calls whose rows this call reads.
         """
-        self.number = next(self._numbers)
+        self.number, self.submitted_s = next(self._numbers), time.monotonic()
         self.pool, self.role, self.method, self.timeout_s = pool, role, method, timeout_s
         self.failures: list[RankFailure] = []
         """Failures of the ranks that have answered."""
@@ -209,7 +209,7 @@ class Future:
                 oldest, deadline = pending[0], time.monotonic() + pending[0].timeout_s
             remaining = (deadline if end is None else end) - time.monotonic()
             if remaining <= 0:
-                raise self._hang(timeout_s) if timeout_s is not None else pending[0]._hang()
+                raise self.hang(timeout_s) if timeout_s is not None else pending[0].hang()
             references = [ref for call in pending for ref in call._pending.values()]
             ray.wait(references, num_returns=1, timeout=remaining)
 
@@ -226,7 +226,7 @@ class Future:
                 inputs += call.inputs
         return ahead[::-1]
 
-    def _hang(self, timeout_s: float | None = None) -> WorkerTimeoutError:
+    def hang(self, timeout_s: float | None = None) -> WorkerTimeoutError:
         """Return the error for ranks that did not answer within `timeout_s`, by default the call's own limit."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         places = dict[int, str]()
@@ -263,6 +263,17 @@ class Future:
             f"{self!r} cannot be sent to a rank inside another value; pass it as an argument of its own, or call"
             " get() first"
         )
+
+
+def wait_any(calls: Sequence[Future]) -> None:
+    """Wait until one of the calls has ended or failed; raise WorkerTimeoutError if none does within its time limit."""
+    while calls and not any(call.done() for call in calls):
+        first = min(calls, key=lambda call: call.submitted_s + call.timeout_s)
+        remaining = first.submitted_s + first.timeout_s - time.monotonic()
+        if remaining <= 0:
+            raise first.hang()
+        references = [ref for call in calls for ref in call._pending.values()]
+        ray.wait(references, num_returns=1, timeout=remaining)
 
 
 def lost_results(what_ended: str, error: RayError) -> WorkerError:

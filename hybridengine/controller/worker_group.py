@@ -12,6 +12,7 @@ import ray
 from ray import ObjectRef, cloudpickle
 from tensordict import TensorDictBase
 
+from hybridengine.config.sections import MAIN_POOL
 from hybridengine.controller.calls import Future, call_log
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.rank_process import Call
@@ -86,7 +87,8 @@ class WorkerGroup:
             )
             for rank in range(grid.num_ranks)
         ]
-        self._places = [f"{context.coordinate}, node {context.node}" for context in self._contexts]
+        of_pool = f", pool {pool.name}" if pool.name not in ("", MAIN_POOL) else ""
+        self._places = [f"{context.coordinate}, node {context.node}{of_pool}" for context in self._contexts]
         self._make_workers(worker, dict(config or {}))
 
     @property

@@ -53,7 +53,7 @@ class PromptDataset:
         texts = _prompt_texts(rows, tokenizer)
         self.tokens = _tokenized(rows, texts, tokenizer, "prompt", max_prompt_tokens)
         self.answers = [row.answer for row in rows]
-        self._pad_id = token_id(tokenizer, "pad")
+        self.pad_id = token_id(tokenizer, "pad")
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -63,7 +63,7 @@ class PromptDataset:
         chosen = [self.tokens[row] for row in row_ids]
         return TensorDict(
             {
-                "prompt_tokens": _right_padded(chosen, self.max_prompt_tokens, self._pad_id),
+                "prompt_tokens": _right_padded(chosen, self.max_prompt_tokens, self.pad_id),
                 "prompt_lengths": torch.tensor([len(tokens) for tokens in chosen]),
                 "answers": NonTensorStack(*(self.answers[row] for row in row_ids)),
                 "row_ids": torch.tensor(list(row_ids)),

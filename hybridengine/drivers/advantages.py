@@ -27,7 +27,9 @@ from hybridengine.algorithms.masking import (
     whiten,
     zero_masked,
 )
-from hybridengine.config.algorithm import Algorithm
+from hybridengine.algorithms.overlong import cut_responses, length_penalties
+from hybridengine.algorithms.staleness import staleness_metrics
+from hybridengine.config.algorithm import Algorithm, OverlongSection
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.reinforce_plus_plus import ReinforcePlusPlus
@@ -47,7 +49,9 @@ class Counted:
     keep_B: Tensor
     """True for rows that have a score and whose rollout is close enough to the training policy."""
     mask_BR: Tensor
-    """True at valid tokens of kept rows."""
+    """True at valid tokens of kept rows, over which rewards and returns run."""
+    trained_BR: Tensor
+    """True at those that are trained: `mask_BR` itself, if nothing excludes single tokens."""
     scores_B: Tensor
     """Scores; 0 for rows that are not kept."""
     kl_BR: Tensor
@@ -56,8 +60,10 @@ class Counted:
     """Weights of the rollout correction, if any."""
 
     def columns(self, **estimates: Tensor) -> TensorDict:
-        """Return `estimates` and the other columns that updates read: `keep`, and any `weights` of the correction."""
+        """Return `estimates` and the other columns that updates read: `keep`, and `trained` and `weights` if needed."""
         found = {**estimates, "keep": self.keep_B}
+        if self.trained_BR is not self.mask_BR:
+            found["trained"] = self.trained_BR
         if self.weights_BR is not None:
             found["weights"] = self.weights_BR
         return TensorDict(found, batch_size=[len(self.keep_B)])  # pyright: ignore[reportArgumentType]
@@ -72,16 +78,41 @@ def correction_weights(rows: TensorDictBase, mask_BR: Tensor, algorithm: Algorit
     return rollout_weights(correction.name, *log_probs, mask_BR, correction.high, correction.low)
 
 
+def trained_tokens(rows: TensorDictBase, mask_BR: Tensor, algorithm: Algorithm) -> Tensor:
+    """Return `mask_BR` without tokens that are not `fresh` [B, R], and without cut responses if `overlong.mask`.
+
+    Without that column and that option the result is `mask_BR` itself.
+    """
+    if "fresh" in columns_of(rows):
+        mask_BR = mask_BR & rows["fresh"]
+    if algorithm.overlong is not None and algorithm.overlong.mask:
+        mask_BR = mask_BR & ~cut_responses(rows["response_lengths"], mask_BR.size(1))[:, None]
+    return mask_BR
+
+
+def penalties_of(rows: TensorDictBase, algorithm: Algorithm) -> Tensor:
+    """Return the amounts [B] by which the scores of over-long responses fall."""
+    lengths, width = rows["response_lengths"], rows["log_probs"].size(1)
+    overlong = algorithm.overlong or OverlongSection()
+    penalties = length_penalties(lengths, width, overlong.cache_tokens, overlong.penalty)
+    return penalties.to(rows["scores"].dtype)
+
+
 def counted_rows(rows: TensorDictBase, algorithm: Algorithm) -> Counted:
-    """Return the valid parts of `rows` (`drivers.dataflow.COLUMNS`), after drops and rollout correction."""
+    """Return the valid parts of `rows` (`drivers.dataflow.COLUMNS`, any `fresh`), after drops and rollout correction.
+
+    The scores include the punishment of over-long responses.
+    """
     mask = response_mask(rows["response_lengths"], rows["log_probs"].size(1))
     keep, weights = ~rows["dropped"], None
-    if (found := correction_weights(rows, mask & keep[:, None], algorithm)) is not None:
+    trained = trained_tokens(rows, mask & keep[:, None], algorithm)
+    if (found := correction_weights(rows, trained, algorithm)) is not None:
         keep, weights = keep & found.keep_B, found.weights_BR
     mask = mask & keep[:, None]
+    trained = trained_tokens(rows, mask, algorithm)
     kl = zero_masked(KL_ESTIMATORS[algorithm.kl_estimator](rows["log_probs"], rows["ref_log_probs"]), mask)
-    scores = torch.where(keep, rows["scores"], torch.zeros_like(rows["scores"]))
-    return Counted(keep, mask, scores, kl, weights)
+    scores = torch.where(keep, rows["scores"] - penalties_of(rows, algorithm), 0.0)
+    return Counted(keep, mask, trained, scores, kl, weights)
 
 
 def ppo(rows: TensorDictBase, across: Across, algorithm: Ppo, samples: int) -> TensorDict:
@@ -91,7 +122,7 @@ def ppo(rows: TensorDictBase, across: Across, algorithm: Ppo, samples: int) -> T
     rewards = token_rewards(counted.scores_B, counted.kl_BR, mask, algorithm.kl_coef)
     estimates, returns = gae(rewards, rows["values"], mask, algorithm.gamma, algorithm.lam)
     if algorithm.whiten_advantages:
-        estimates = whiten(estimates, mask, across=across)
+        estimates = whiten(estimates, counted.trained_BR, across=across)
     return counted.columns(advantages=estimates, returns=returns)
 
 
@@ -119,7 +150,7 @@ def reinforce_plus_plus(
     counted = counted_rows(rows, algorithm)
     mask = counted.mask_BR
     rewards = token_rewards(counted.scores_B, counted.kl_BR, mask, algorithm.kl_coef)
-    estimates = estimators.reinforce_plus_plus(rewards, mask, algorithm.gamma, across=across)
+    estimates = estimators.reinforce_plus_plus(rewards, mask, algorithm.gamma, across, counted.trained_BR)
     return counted.columns(advantages=estimates)
 
 
@@ -143,8 +174,8 @@ def safe_rlhf(
     estimates, returns = gae(rewards, rows["values"], mask, algorithm.gamma, algorithm.lam)
     cost_estimates, cost_returns = gae(costs, rows["cost_values"], mask, algorithm.gamma, algorithm.lam)
     if algorithm.whiten_advantages:
-        estimates = whiten(estimates, mask, across=across)
-        cost_estimates = whiten(cost_estimates, mask, across=across)
+        estimates = whiten(estimates, counted.trained_BR, across=across)
+        cost_estimates = whiten(cost_estimates, counted.trained_BR, across=across)
     both = estimators.safe_advantages(estimates, cost_estimates, mask, multiplier)
     return counted.columns(advantages=both, returns=returns, cost_returns=cost_returns)
 
@@ -159,11 +190,17 @@ def mean_cost(rows: TensorDictBase, across: Across) -> dict[str, float]:
 
 
 def rollout_metrics(
-    rows: TensorDictBase, across: Across, algorithm: Algorithm, term_columns: Sequence[str] = ()
+    rows: TensorDictBase,
+    across: Across,
+    algorithm: Algorithm,
+    term_columns: Sequence[str] = (),
+    version: int | None = None,
+    max_versions: int = 0,
 ) -> dict[str, float]:
     """Return means of rewards, of each term's scores, of the KL divergence and of lengths; if the training model has
-    computed log-probs, also its entropy, their distance from the engine's, and statistics of the rollout correction.
-    Raises DataError if no response has a score.
+    computed log-probs, also its entropy, their distance from the engine's, and statistics of the rollout correction;
+    and, if a `version` trains rows with `versions` [B, R], their `staleness_metrics`. Scores are those before any
+    punishment of over-long responses, which has metrics of its own. Raises DataError if no response has a score.
     """
     keep = ~rows["dropped"]
     mask = response_mask(rows["response_lengths"], rows["log_probs"].size(1))
@@ -198,9 +235,28 @@ def rollout_metrics(
         metrics[keys.LOG_PROB_ABS_DIFF_MAX] = float(across.max(masked_max(difference, mask)))
         entropies = float(across.sum(masked_sum(rows["entropies"], mask).double()))
         metrics["rollout/entropy_mean"] = entropies / max(1.0, num_tokens)
-    if (weights := correction_weights(rows, mask & keep[:, None], algorithm)) is not None:
+    trained = trained_tokens(rows, mask & keep[:, None], algorithm)
+    if (weights := correction_weights(rows, trained, algorithm)) is not None:
         metrics |= correction_metrics(weights, across)
-    return metrics
+    if version is not None:
+        metrics |= staleness_metrics(rows["versions"], mask, version, max_versions, across)
+    return metrics | _overlong_metrics(rows, across, algorithm)
+
+
+def _overlong_metrics(rows: TensorDictBase, across: Across, algorithm: Algorithm) -> dict[str, float]:
+    """Return overlong/cut_share, the share of responses of the maximum length, and overlong/penalty_mean, by which the
+    scores fall on average; nothing without the option `overlong`.
+    """
+    if algorithm.overlong is None:
+        return {}
+    keep = ~rows["dropped"]
+    cut = cut_responses(rows["response_lengths"], rows["log_probs"].size(1))
+    parts = [cut.sum(), penalties_of(rows, algorithm)[keep].sum(), torch.tensor(len(rows)), keep.sum()]
+    num_cut, penalties, num_rows, num_scored = across.sum(torch.stack([x.double() for x in parts])).tolist()
+    return {
+        "overlong/cut_share": num_cut / num_rows,
+        "overlong/penalty_mean": penalties / max(num_scored, 1.0),
+    }
 
 
 def _length_quantiles(rows: TensorDictBase, across: Across) -> dict[str, float]:

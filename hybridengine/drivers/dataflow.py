@@ -29,16 +29,31 @@ def with_advantages(
 ) -> Any:
     """Return the batch with the columns computed by `algorithm.advantages` on the ranks that hold its rows.
 
-    It is called with `samples`, the responses per prompt, and then `more`; it reads `columns` in addition to `COLUMNS`.
+    It is called with `samples`, the responses per prompt, and then `more`; it reads `columns` in addition to `COLUMNS`
+    (`fresh` of an asynchronous batch, among others).
     """
     inputs = batch.select(*COLUMNS, *columns)
     return batch.union(roles.compute.map(inputs, algorithm.advantages, algorithm, samples, *more))
 
 
-def measure_rollout(roles: Roles, batch: Any, algorithm: Algorithm, *, from_engine: bool = False) -> Any:
-    """Return the future of a batch's `rollout_metrics`; `from_engine` if it has the engine's log-probs, not entropies."""
+def measure_rollout(
+    roles: Roles,
+    batch: Any,
+    algorithm: Algorithm,
+    *,
+    from_engine: bool = False,
+    version: int | None = None,
+    max_versions: int = 0,
+) -> Any:
+    """Return the future of a batch's `rollout_metrics`; `from_engine` if it has the engine's log-probs, not entropies.
+
+    An asynchronous batch is measured with the `version` of the weights that it trains and `staleness.max_versions`.
+    """
     columns = [*STATISTICS, *roles.term_columns, *([] if from_engine else ["entropies"])]
-    return roles.compute.measure(batch.select(*columns), ROLLOUT_METRICS, algorithm, roles.term_columns)
+    if version is not None:
+        columns += ["versions", "fresh"]
+    inputs, terms = batch.select(*columns), roles.term_columns
+    return roles.compute.measure(inputs, ROLLOUT_METRICS, algorithm, terms, version, max_versions)
 
 
 def switch_metrics(

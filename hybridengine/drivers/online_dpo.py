@@ -21,6 +21,7 @@ class OnlineDpo(Algorithm):
     min_samples = 2
     rows_per_unit = 2
     uncorrected = "which weighs no tokens"
+    reads_overlong = False
 
     loss: ImportPath = "hybridengine.algorithms.losses.dpo:preference_loss"
     """Loss of pairs of rows, called as function(log_probs, columns, algorithm, actor, aggregation)."""

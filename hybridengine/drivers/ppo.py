@@ -24,6 +24,13 @@ class Ppo(Algorithm):
     whiten_advantages: bool = True
     """Normalise advantages to mean 0 and variance 1 over the valid tokens."""
 
+    @property
+    def needs_on_policy(self) -> str | None:
+        """Reason why rows must be on-policy without a correction."""
+        if self.correction is not None:
+            return None
+        return "returns and clipped ratios take the weights that drew the rows for the current ones"
+
     def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
         """Run one iteration; return its metrics."""
         actor, critic, samples = roles.actor, roles.critic, sampling.samples_per_prompt

@@ -23,6 +23,11 @@ class Remax(Algorithm):
     kl_coef: NonNegative = 0.05
     """Weight of the KL penalty on each token's reward."""
 
+    @property
+    def needs_on_policy(self) -> str:
+        """Reason why rows must be on-policy."""
+        return "the baseline is the reward of the greedy response of the same weights"
+
     def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
         """Run one iteration; return its metrics."""
         actor, reward, samples = roles.actor, roles.reward, sampling.samples_per_prompt

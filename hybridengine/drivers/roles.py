@@ -13,6 +13,7 @@ from hybridengine.errors import UnknownNameError
 if TYPE_CHECKING:  # algorithms import this file, and load neither torch nor Ray
     from hybridengine.controller.rows import Rows
     from hybridengine.controller.worker_group import WorkerGroup
+    from hybridengine.rollouts.engines import Engines
 
 State = dict[str, float]
 """Numbers that a dataflow carries over between iterations, such as a Lagrange multiplier; initially empty."""
@@ -59,6 +60,7 @@ class Roles:
     """
 
     actor: WorkerGroup
+    generation: Engines
     critic: WorkerGroup
     cost_critic: WorkerGroup
     reference: WorkerGroup
@@ -67,7 +69,7 @@ class Roles:
     prompts: WorkerGroup
     compute: WorkerGroup
 
-    def __init__(self, **groups: WorkerGroup | Scorers) -> None:
+    def __init__(self, **groups: WorkerGroup | Scorers | Engines) -> None:
         self.__dict__.update(groups)
 
     @property

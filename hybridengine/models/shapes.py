@@ -168,6 +168,12 @@ class ModelShape(DecoderSizes):
             for first in range(gen_pp_size)
         )
 
+    def kv_token_bytes(self, train_pp_size: int, gen_pp_size: int, gen_tp_size: int, dtype: str) -> int:
+        """Return the largest bytes of KV cache per token on any rank of an engine of (p_g, t_g)."""
+        num_layers = max(map(len, self.gen_stage_layers(train_pp_size, gen_pp_size)))
+        num_heads = max(1, self.num_kv_heads // gen_tp_size)
+        return 2 * num_layers * num_heads * self.head_dim * DTYPE_BYTES[dtype]
+
     def tp_problems(self, tp_size: int, name: str = "t") -> list[str]:
         """Return the reasons why the model cannot be sharded over `tp_size` tensor ranks."""
         sizes = {key: getattr(self, key) for key in ("num_heads", "num_kv_heads", "ffn_hidden_size")}

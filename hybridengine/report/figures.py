@@ -50,6 +50,8 @@ PHASES = {
     "update_actor": "#d55e00",
     "update_critic": "#eaaf80",
     "update_cost_critic": "#b07040",
+    "update_weights": "#e69f00",
+    "receive_weights": "#f3cf80",
     "advantages": "#332288",
     "prompts": "#7a6a00",
     "statistics": "#999933",
@@ -77,6 +79,8 @@ class Figure:
     unit: Literal["", "bytes", "s"] = ""
     is_stack: bool = False
     """True if the metrics are stacked in one bar per step; otherwise each is a curve."""
+    is_of_some: bool = False
+    """True if only runs of some kind have the metrics: others are not said to lack them."""
 
     def has(self, key: str) -> bool:
         return key != keys.STEP_S and any(fnmatchcase(key, pattern) for pattern in self.patterns)
@@ -89,6 +93,19 @@ FIGURES = (
     Figure("Largest log-prob difference between engine and trainer", (keys.LOG_PROB_ABS_DIFF_MAX,)),
     Figure("Entropy", ("rollout/entropy_mean",)),
     Figure("Response length in tokens", (keys.RESPONSE_TOKENS_MEAN,)),
+    Figure(
+        "Age of the tokens in versions of the weights",
+        ("staleness/age_mean", "staleness/age_max"),
+        is_of_some=True,
+    ),
+    Figure(
+        "Share of tokens by age",
+        ("staleness/age_*_share", "staleness/older_share"),
+        is_stack=True,
+        is_of_some=True,
+    ),
+    Figure("Responses in the queue", ("queue/complete", "queue/unfinished"), is_of_some=True),
+    Figure("Share of the step without a call, by pool", (keys.idle_key("*"),), is_of_some=True),
     Figure("Loss", ("*/loss", "*_loss")),
     Figure("Gradient norm", ("*/grad_norm",)),
     Figure("Share of clipped ratios", ("*/*clip_fraction",)),

@@ -49,6 +49,11 @@ def time_key(phase: str) -> str:
     return f"time/{phase}_s"
 
 
+def idle_key(pool: str) -> str:
+    """Return the metric of the share of the step in which a pool's ranks were in no call: "main" -> "idle/main_share"."""
+    return f"idle/{pool}_share"
+
+
 def memory_key(name: str) -> str:
     """Return the metric of the bytes that a rank's process holds: "resident_bytes" -> "memory/resident_bytes"."""
     return f"memory/{name}"

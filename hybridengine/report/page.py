@@ -102,11 +102,12 @@ def _text(file: Path) -> str:
 
 def render_page(run: RunRecord) -> str:
     """Return the HTML of the page; all text from the run is escaped."""
-    drawn = {figure.title: draw_figure(figure, run.rows) for figure in FIGURES}
+    drawn = {figure: draw_figure(figure, run.rows) for figure in FIGURES}
     timeline = draw_timeline(run.timeline.spans)
     evaluations = _evaluations(run.samples)
     metrics_notes = list(run.notes.get(METRICS_FILE, ()))
-    if missing := [title for title, drawing in drawn.items() if drawing is None]:
+    missing = [one.title for one, drawing in drawn.items() if drawing is None and not one.is_of_some]
+    if missing:
         metrics_notes.append(f"The run has no values of: {', '.join(missing)}.")
     notes = {
         "figures": metrics_notes,
@@ -124,7 +125,7 @@ def render_page(run: RunRecord) -> str:
         run=run,
         notes=notes,
         facts=_facts(run.rows),
-        figures={title: drawing for title, drawing in drawn.items() if drawing},
+        figures={figure.title: drawing for figure, drawing in drawn.items() if drawing},
         timeline=timeline,
         evaluations=evaluations,
     )

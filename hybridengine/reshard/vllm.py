@@ -21,7 +21,8 @@ from hybridengine.models.shapes import (
 )
 from hybridengine.reshard.layout import Layout, LocalParameter, Shard, layer_parameters, vocab_shard, whole
 from hybridengine.topology.generation import GenerationGrid
-from hybridengine.topology.sizes import MODEL_AXES
+from hybridengine.topology.grid import Grid
+from hybridengine.topology.sizes import MODEL_AXES, GenSizes, TrainSizes
 
 
 @lru_cache(maxsize=16)
@@ -39,6 +40,15 @@ def vllm_layout(shape: ModelShape, generation: GenerationGrid) -> Layout:
         for pp_rank, tp_rank in sorted(set(keys.values()))
     }
     return Layout(shape, keys, shards, kind=f"vllm {sizes}")
+
+
+@lru_cache(maxsize=16)
+def engines_layout(shape: ModelShape, sizes: GenSizes, num_engines: int, first_rank: int) -> Layout:
+    """Return the layout of engines on consecutive ranks of their own from `first_rank`; PlanError as `vllm_layout`."""
+    grid = Grid(TrainSizes(sizes.pp_size, sizes.tp_size, num_engines))
+    own = vllm_layout(shape, GenerationGrid(grid, sizes))
+    keys = {first_rank + rank: key for rank, key in own.keys.items()}
+    return Layout(shape, keys, own.shards, kind=f"{num_engines} x {own.kind}")
 
 
 def vllm_shard(

@@ -28,7 +28,7 @@ class MicroRows:
     """Indices of the rows in the batch."""
     columns: dict[str, Tensor]
     """`tokens` [b, t]; `positions` [b, r], the position in the model's output of the distribution of response token j;
-    `mask` [b, r], True at response tokens of kept rows; and the requested response-aligned columns, [b, r]. Rows without
+    `mask` [b, r], see `loss_mask`; and the requested response-aligned columns, [b, r]. Rows without
     a prompt have all columns at all positions, [b, t], and no `positions`."""
 
 
@@ -56,17 +56,26 @@ def cut_rows(
     ]
 
 
+def loss_mask(batch: TensorDictBase, width: int, rows: list[int] | slice = slice(None)) -> Tensor:
+    """Return a mask, bool [b, width], of the tokens of a loss: response tokens of kept rows that are trained.
+
+    `keep` [B] and `trained` [B, R], both bool, exclude rows and tokens; without these columns all are included.
+    """
+    mask = torch.arange(width) < batch["response_lengths"][rows].unsqueeze(1)
+    if "keep" in columns_of(batch):
+        mask &= batch["keep"][rows].unsqueeze(1)
+    if "trained" in columns_of(batch):
+        mask &= batch["trained"][rows, :width]
+    return mask
+
+
 def _columns(batch: TensorDictBase, rows: list[int], response_columns: Sequence[str]) -> dict[str, Tensor]:
     prompts, responses = batch["prompt_lengths"][rows], batch["response_lengths"][rows]
     width, longest = int((prompts + responses).max()), max(1, int(responses.max()))
-    steps = torch.arange(longest)
-    mask = steps < responses.unsqueeze(1)
-    if "keep" in columns_of(batch):
-        mask &= batch["keep"][rows].unsqueeze(1)
     columns = {
         "tokens": batch["tokens"][rows, :width],
-        "positions": (prompts.unsqueeze(1) - 1 + steps).clamp(max=width - 1),
-        "mask": mask,
+        "positions": (prompts.unsqueeze(1) - 1 + torch.arange(longest)).clamp(max=width - 1),
+        "mask": loss_mask(batch, longest, rows),
     }
     return columns | {name: batch[name][rows, :longest] for name in response_columns}
 

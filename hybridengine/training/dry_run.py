@@ -9,7 +9,8 @@ from hybridengine.config.run_config import TRAINED
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.formatting import format_bytes
-from hybridengine.planning.costs.memory import ModelMemory, model_memory
+from hybridengine.planning.costs.memory import ModelMemory, engine_weight_bytes, model_memory
+from hybridengine.planning.simulation.bound_prices import price_lines
 from hybridengine.planning.switch.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.topology.grid import format_groups, named_groups
 from hybridengine.topology.links import NodeMap
@@ -24,7 +25,10 @@ def print_dry_run(config: RunConfig) -> None:
     check_functions(config.algorithm)
     console = Console(highlight=False)
     cost = cost_of(config)
-    for line in [*layout_lines(config, cost), *group_lines(config, cost), *memory_lines(config, cost)]:
+    lines = [*layout_lines(config, cost), *group_lines(config, cost), *memory_lines(config, cost)]
+    if config.engines:
+        lines += ["", *price_lines(config)]
+    for line in lines:
         console.print(line, markup=False, soft_wrap=True)
 
 
@@ -37,6 +41,7 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
         f"model: {shape.family}, {shape.num_layers} layers, {shape.num_parameters:,} parameters,"
         f" {format_bytes(total)} in {config.model.dtype}",
         *_pool_lines(config),
+        *_engine_lines(config),
         "roles: "
         + ", ".join(f"{holder.name} {holder.sizes}" for holder in model_holders(config))
         + f" (p-t-d); generation {config.actor.generate} (p_g-t_g) in {generation.num_replicas} engine(s)"
@@ -58,6 +63,20 @@ def _pool_lines(config: RunConfig) -> list[str]:
             return [f"ranks: {ranks}, {config.cluster.rank_order} order"]
         lines.append(f"pool {name}: ranks {ranks}, for {', '.join(pool.roles)}")
     return [*lines, f"ranks: {config.num_ranks} in all, {config.cluster.rank_order} order"]
+
+
+def _engine_lines(config: RunConfig) -> list[str]:
+    """Return a line with the engines on a pool of their own, if any."""
+    if not config.engines:
+        return []
+    name, gen = config.pool_of("generation"), config.generation.parallel
+    spread = sum(len(nodes) > 1 for nodes in config.engines)
+    across = f", {spread} of them on several nodes" if spread else ""
+    bound = config.staleness
+    return [
+        f"engines: {len(config.engines)} of {gen} (p_g-t_g) in pool {name}{across}; generation never waits, and no"
+        f" trained token is older than max_versions={bound.max_versions} (bound: {bound.bound})"
+    ]
 
 
 def group_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
@@ -84,9 +103,21 @@ def memory_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     lines.append(
         f"  buckets of at most {format_bytes(cost.bucket_bytes_max)}; digest {cost.plans[0].digest[:16]}"
     )
-    for name in config.pools:
-        lines += _pool_memory_lines(config, name, cost)
+    for name, pool in config.pools.items():
+        engines = "generation" in pool.roles
+        lines += _engine_memory_lines(config, name) if engines else _pool_memory_lines(config, name, cost)
     return lines
+
+
+def _engine_memory_lines(config: RunConfig, pool: str) -> list[str]:
+    """Return lines with the memory of an engine's fullest rank."""
+    weights, cache = engine_weight_bytes(config), config.rollout.kv_cache_bytes
+    return [
+        "",
+        f"memory per rank of pool {pool} (activations and framework overhead left out)",
+        f"  generation weights {format_bytes(weights)}, KV cache {format_bytes(cache)}",
+        f"  always     {format_bytes(weights + cache)} in all",
+    ]
 
 
 def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[str]:

@@ -18,6 +18,7 @@ from hybridengine.drivers.roles import Roles, Sampling
 from hybridengine.errors import ConfigError, DataError, shown
 from hybridengine.planning.costs.dataflows import phase_of_call
 from hybridengine.report import keys
+from hybridengine.rollouts.queue import first_seed
 from hybridengine.training.files import RunFiles
 from hybridengine.training.launch import RunPools
 from hybridengine.training.output import RunOutput
@@ -27,10 +28,6 @@ from hybridengine.training.stopping import StopRequest
 NUM_SAMPLES = 16
 """Number of an evaluation's responses that are written as samples."""
 SAMPLE_COLUMNS = ("tokens", "prompt_lengths", "response_lengths", "answers", "scores")
-
-SEED_STRIDES = (1_000_003, 65_537)
-"""Factors a, b of a request's seed = (run seed · a + step) · b + row; b is at least the rows per step, so seeds are
-unique within a run."""
 
 
 def iterate(
@@ -123,7 +120,7 @@ def _carry_out(config: RunConfig, roles: Roles, progress: Progress, step: int) -
         step=step,
         num_prompts=config.data.batch_size,
         samples_per_prompt=config.rollout.samples_per_prompt,
-        first_seed=(config.run.seed * SEED_STRIDES[0] + step) * max(SEED_STRIDES[1], config.rows_per_step),
+        first_seed=first_seed(config.run.seed, step, config.rows_per_step),
     )
     returned = config.algorithm.step(roles, sampling, progress.state)
     who = f"step {step} of algorithm.name={config.algorithm.name}"
@@ -175,14 +172,18 @@ def call_metrics(
 ) -> dict[str, float]:
     """Return the metrics of one iteration's calls, which lasted from `begin` to `end` (seconds since the epoch).
 
-    They are the seconds by phase, the bytes that moved between ranks and through the controller, its overhead, and the
-    largest memory of a rank's process after any call.
+    They are the seconds by phase, the bytes that moved between ranks and through the controller, its overhead, the
+    largest memory of a rank's process after any call, and the idle share of each pool, if there are several.
     """
-    seconds, edges = defaultdict[str, float](float), Counter[str]()
+    by_pool, edges = defaultdict[tuple[str, str], float](float), Counter[str]()
     for record in records:
-        seconds[keys.time_key(phase_of_call(record.role, record.method))] += record.seconds
+        by_pool[phase_of_call(record.role, record.method), record.pool] += record.seconds
         for producer, num_bytes in record.transferred.items():
             edges[f"transfer/{producer}->{record}_bytes"] += num_bytes
+    seconds = dict[str, float]()
+    for (phase, _), total in by_pool.items():  # engines make the same calls at the same time
+        key = keys.time_key(phase)
+        seconds[key] = max(seconds.get(key, 0.0), total)
     held = defaultdict[str, int](int)
     for by_name in (by_name for record in records for by_name in record.held_bytes.values()):
         for name, num_bytes in by_name.items():
@@ -194,9 +195,27 @@ def call_metrics(
         last = max(last, stop)
     return {
         **seconds,
+        **_idle_shares(records, end - begin),
         **edges,
         **held,
         keys.TRANSFER_BYTES: sum(edges.values()),
         keys.PAYLOAD_BYTES: payload_bytes,
         keys.OVERHEAD_S: end - begin - busy,
+    }
+
+
+def _idle_shares(records: Sequence[CallRecord], seconds: float) -> dict[str, float]:
+    """Return the share of a step of `seconds` in which the ranks of each pool were in no call; {} for a single pool.
+
+    A call belongs to the step in which it ends.
+    """
+    busy = defaultdict[str, defaultdict[int, float]](lambda: defaultdict(float))
+    for record in records:
+        for rank, (begin, end) in record.spans.items():
+            busy[record.pool][rank] += end - begin
+    if len(busy) < 2:
+        return {}
+    return {
+        keys.idle_key(pool): max(0.0, 1.0 - sum(by_rank.values()) / len(by_rank) / seconds)
+        for pool, by_rank in busy.items()
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -21,6 +22,7 @@ from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.rewards import score_column
 from hybridengine.drivers.roles import Roles, Scorers
 from hybridengine.errors import ConfigError
+from hybridengine.rollouts.engines import Engines
 from hybridengine.topology.sizes import TrainSizes
 
 WORKERS = {
@@ -33,6 +35,17 @@ WORKERS = {
 }
 """Import path of each role's worker class; this package never imports them."""
 FUNCTION_WORKER = "workers.reward.RewardFunctionWorker"
+
+
+def pool_ranks(config: RunConfig) -> dict[str, tuple[int, ...]]:
+    """Return pool -> ranks on each node; every engine of the role generation has a pool of its own, NAME.0 ..."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, pool in config.pools.items():
+        if "generation" in pool.roles:
+            found |= {f"{name}.{number}": ranks for number, ranks in enumerate(config.engines)}
+        else:
+            found[name] = pool.ranks_per_node
+    return found
 
 
 class RunPools:
@@ -58,14 +71,14 @@ class RunPools:
             )
         self._pools = {
             name: ResourcePool(
-                ranks_per_node=pool.ranks_per_node,
+                ranks_per_node=ranks_per_node,
                 name=name,
                 use_gpus=use_gpus,
                 env=rank_environment(use_gpus=use_gpus),
                 start_timeout_s=config.timeouts.start_s,
                 timeout_s=config.timeouts.call_s,
             )
-            for name, pool in config.pools.items()
+            for name, ranks_per_node in pool_ranks(config).items()
         }
 
     @property
@@ -87,9 +100,10 @@ class RunPools:
                 started.result()
 
     def wait(self) -> None:
-        """Wait for every call made so far."""
-        for pool in self._pools.values():
-            pool.wait()
+        """Wait for every call made so far, but for those of engines, which are always at work."""
+        for name, pool in self._pools.items():
+            if name in self._config.pools:
+                pool.wait()
 
     def settle(self) -> None:
         """Record the times of the calls that have ended so far."""
@@ -101,8 +115,36 @@ class RunPools:
         (holder,) = (holder for holder in model_holders(self._config) if holder.role == role)
         return self._model(holder, worker or WORKERS[role], **arguments)
 
-    def start_roles(self, actor: WorkerGroup) -> Roles:
-        """Return all groups of the run's dataflow; prompts and compute share the ranks of the actor's pool."""
+    def start_engines(self, stop_token_ids: tuple[int, ...]) -> list[WorkerGroup]:
+        """Return the engines of the role generation, each on a pool of its own."""
+        config = self._config
+        sizes = config.generation.parallel
+        arguments = {"run": config, "folder": config.model_folder, "stop_token_ids": stop_token_ids}
+        with ThreadPoolExecutor(max(1, len(config.engines))) as threads:
+            started = [
+                threads.submit(
+                    WorkerGroup,
+                    self._pools[name],
+                    "workers.generation.GenerationWorker",
+                    role="generation",
+                    parallel=TrainSizes(sizes.pp_size, sizes.tp_size, 1),
+                    config=arguments,
+                )
+                for name in self._pools
+                if name not in config.pools
+            ]
+            return [one.result() for one in started]
+
+    def start_roles(
+        self,
+        actor: WorkerGroup,
+        engines: Sequence[WorkerGroup] = (),
+        say: Callable[[str], None] = print,
+    ) -> Roles:
+        """Return all groups of the run's dataflow; prompts and compute share the ranks of the actor's pool.
+
+        `say` is called with what happens to engines on ranks of their own.
+        """
         config = self._config
         main = self._pools[MAIN_POOL]
         compute = self._helper(main, "compute", "workers.compute.ComputeWorker")
@@ -114,8 +156,12 @@ class RunPools:
             for holder in model_holders(config)
             if holder.role not in ("actor", *SCORERS)
         }
-        scorers = {role: self._scorers(role, compute) for role in SCORERS if role in config.algorithm.roles}
-        return Roles(actor=actor, prompts=prompts, compute=compute, **models, **scorers)
+        others: dict[str, Scorers | Engines] = {
+            role: self._scorers(role, compute) for role in SCORERS if role in config.algorithm.roles
+        }
+        if engines:
+            others["generation"] = Engines(config, engines, actor, prompts, say)
+        return Roles(actor=actor, prompts=prompts, compute=compute, **models, **others)
 
     def _model(self, holder: ModelHolder, worker: str, **arguments: object) -> WorkerGroup:
         config = self._config

@@ -179,11 +179,16 @@ class _Run:
             actor.export_model(str(config.start_folder), str(config.companions_folder)).wait()
             say(f"warmed-up model saved: {as_typed(config.start_folder)}")
         actor.start_training()
-        roles = pools.start_roles(actor)
+        engines = pools.start_engines(self.files.stop_token_ids)
+        roles = pools.start_roles(actor, engines, say)
         if checkpoint is not None:
             load_roles(checkpoint, config, roles)
             say(f"state of step {checkpoint.step} loaded")
         say(f"{', '.join(role for role in config.algorithm.roles if role != 'actor')} ready")
+        if engines:
+            roles.generation.go_on(
+                progress.step, checkpoint.folder if checkpoint and checkpoint.step else None
+            )
         call_log().take_records()  # discard those of a failed attempt
         with RunOutput(config, pools.nodes, self.files.tokenizer, self.console, self.trackers) as output:
             saver = RunSaver(config, roles, progress, say)

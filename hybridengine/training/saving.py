@@ -103,6 +103,7 @@ class RunSaver:
         self._groups: dict[str, WorkerGroup] = {
             role: getattr(roles, role) for role in TRAINED if role in config.algorithm.roles
         }
+        self._engines = roles.generation if config.engines else None
         self._best_before = progress.best
         self._writing: _Writing | None = None
         self.saved_step = progress.step
@@ -158,6 +159,8 @@ class RunSaver:
                     " make room, or lower checkpoint.keep"
                 )
             folder = begin_checkpoint(run_folder, run_state(config, self._progress, self._groups))
+            if self._engines is not None:
+                self._engines.save(folder)
         except (OSError, CheckpointError) as error:
             self._give_up(step, error)
             return

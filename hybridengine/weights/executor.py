@@ -229,7 +229,8 @@ class PlanExecutor:
     @property
     def _notes(self) -> FailureNotes:
         """Failure notes of the current run only."""
-        return FailureNotes(self.plan.ranks, f"{self._operation}/{_num_runs[self._operation]}")
+        name = f"{self._operation}/{_num_runs[self._operation]}"
+        return FailureNotes(self.plan.ranks, name, self._transport.store)
 
     @property
     def _place(self) -> str:

@@ -38,22 +38,22 @@ class FailureNote:
 
 
 class FailureNotes:
-    """Notes of the ranks of one group about the operation `name`, in the store of the process groups."""
+    """Notes of the ranks of one group about the operation `name`, in the group's store."""
 
-    def __init__(self, ranks: Sequence[int], name: str) -> None:
-        self._ranks, self._name = tuple(ranks), name
+    def __init__(self, ranks: Sequence[int], name: str, store: dist.Store) -> None:
+        self._ranks, self._name, self._store = tuple(ranks), name, store
 
     def leave(self, note: FailureNote) -> None:
         """Leave a note for the other ranks. Best effort: the store may have died with its rank."""
         value: Any = pickle.dumps(note)  # torch accepts any bytes, though its annotation says str
-        _within(STORE_S, lambda: _store().set(self._key(note.rank), value))
+        _within(STORE_S, lambda: self._store.set(self._key(note.rank), value))
 
     def read(self, awaited: Sequence[int], grace_s: float = GRACE_S) -> list[FailureNote] | None:
         """Return the notes after a short wait for those of `awaited` and of whom these await; None if the store fails."""
         return _within(grace_s + STORE_S, lambda: self._read(awaited, time.monotonic() + grace_s))
 
     def _read(self, awaited: Sequence[int], deadline: float) -> list[FailureNote]:
-        store, wanted, found = _store(), set(awaited), dict[int, FailureNote]()
+        store, wanted, found = self._store, set(awaited), dict[int, FailureNote]()
         while True:
             for rank in self._ranks:
                 if rank not in found and store.check([self._key(rank)]):
@@ -104,7 +104,3 @@ def _within(limit_s: float, ask: Callable[[], Answer]) -> Answer | None:
     with contextlib.suppress(Empty):
         return answers.get(timeout=limit_s)
     return None
-
-
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()

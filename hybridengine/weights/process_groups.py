@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 from typing import cast
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from hybridengine.errors import TopologyError
 from hybridengine.topology.grid import Groups
@@ -42,6 +44,37 @@ class ProcessGroups:
     def new(self, groups: Groups) -> dist.ProcessGroup:
         """Return this rank's group of `groups`, newly created for operations that may fail and leave messages behind."""
         return ProcessGroups(self._timeout.total_seconds()).of(groups)
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """Return the store of a group, which its members share."""
+    return distributed_c10d._world.pg_map[group][1]
+
+
+def join_group(
+    store: dist.Store, name: str, ranks: Sequence[int], rank: int, timeout_s: float
+) -> dist.ProcessGroup:
+    """Return a group of processes from several torch.distributed worlds. Collective over `ranks`.
+
+    Args:
+        store: a store that all of them reach.
+        name: unique among the groups of each process.
+        ranks: ascending numbers of the members, which are their ranks in calls on this group; `rank` is the own one.
+    """
+    place = list(ranks).index(rank)
+    # torch.distributed.new_group divides the default world; this is what it calls for each group.
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        place,
+        [],
+        distributed_c10d._world.pg_map[distributed_c10d._get_default_group()][0],
+        dist.PrefixStore(name, store),
+        group_name=distributed_c10d.GroupName(name),
+        timeout=timedelta(seconds=timeout_s),
+    )
+    assert isinstance(group, dist.ProcessGroup), "only a process outside of the group gets a marker instead"
+    distributed_c10d._world.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
+    return group
 
 
 @cache

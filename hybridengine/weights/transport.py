@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.errors import TransferError
+from hybridengine.weights.process_groups import store_of
 
 Message = tuple[int, Tensor]
 """(global rank of the peer, contiguous tensor)."""
@@ -88,7 +89,7 @@ class PointToPointTransport:
     """Sends and receives tensors in order between ranks, over gloo or NCCL; every wait ends with the group's timeout."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self.group, self.store = group, store_of(group)
         self.received_bytes = 0
         """Weight bytes received since the transport was created."""
         self.has_given_up = False
@@ -137,7 +138,9 @@ class PointToPointTransport:
 
     def meet(self) -> None:
         """Wait for all ranks of the group; PeerError with all others, any of which may be at fault, if one is missing."""
-        others = tuple(rank for rank in dist.get_process_group_ranks(self.group) if rank != dist.get_rank())
+        # dist.get_rank(group) looks for the rank in the default world, to which a joined group does not belong
+        ranks, own = dist.get_process_group_ranks(self.group), self.group.rank()
+        others = tuple(rank for place, rank in enumerate(ranks) if place != own)
         token = torch.zeros(1, device=self._meets_on)
         self._is_on_device |= token.is_cuda
         try:

@@ -93,7 +93,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "actor": {"loss_aggregation": "sequence", "dual_clip": 1.6, "entropy_coef": 0.01},
     },
     "remax": {
-        "algorithm": {"name": "remax"},
+        "algorithm": {"name": "remax", "correction": {"name": "icepop", "low": 0.75, "high": 1.35}},
         "actor": {"kl_loss_coef": 0.2, "kl_loss_estimator": "k1", "clip_low": 0.3, "clip_high": 0.1},
     },
     "reinforce_plus_plus": {

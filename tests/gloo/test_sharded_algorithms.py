@@ -269,6 +269,9 @@ def test_the_rows_have_every_kind_of_hole(seen: Seen):
         if correction is not None and correction["name"].endswith("tis"):
             share = float((columns["weights"] == torch.tensor(correction["high"])).float().mean())
             assert 0.05 < share < 0.6, f"{case}: some weights are cut off, {share}"
+        if correction is not None and correction["name"] == "icepop":
+            share = seen.estimates(case)[1]["correction/dropped_fraction"]
+            assert 0.05 < share < 0.6, f"{case}: some tokens are dropped, {share}"
     clips = [one.metrics.get("actor", {}) for one in seen.one.values()]
     for name in ("clip_low", "clip_high", "dual_clip"):
         shares = [

@@ -45,7 +45,10 @@ HEAD = "from hybridengine.config.algorithm import Algorithm\n"
         ("import sys; sys.exit(7)", "calls sys.exit(7) while it is imported; put that beneath"),
         ("Flows = 3", "cannot be imported (AttributeError: module"),
         ("Flow = 3", "is not a subclass of hybridengine.Algorithm; derive it"),
-        (HEAD + "class Flow(Algorithm): ...", "has the roles []; give it a tuple `roles` of actor, critic"),
+        (
+            HEAD + "class Flow(Algorithm): ...",
+            "has the roles []; give it a tuple `roles` of actor, generation, critic",
+        ),
         (
             HEAD + "class Flow(Algorithm): roles = ('actor', 'judge')",
             "has the roles ['actor', 'judge']; give it",

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.algorithms.correction import correction_metrics, rollout_weights
+from hybridengine.algorithms.losses.policy import policy_loss
 from hybridengine.algorithms.masking import response_mask
 from hybridengine.config.algorithm import CorrectionName
 from tests.unit.test_algorithms_across import cut, on_ranks
@@ -50,6 +51,9 @@ def _expected_row(
     if name == "token_tis":
         weights = [min(ratio, HIGH) for ratio in ratios]
         return weights, True, ratios, weights
+    if name == "icepop":
+        weights = [ratio if LOW <= ratio <= HIGH else 0.0 for ratio in ratios]
+        return weights, True, ratios, weights
     product = math.prod(ratios)
     weight, keep = min(product, HIGH), True
     if name == "sequence_mis":
@@ -68,7 +72,7 @@ def _expected_metrics(name: CorrectionName, rows: Rows) -> dict[str, float]:
         _, keep, row_ratios, row_weights = _expected_row(name, row)
         ratios += row_ratios
         weights += row_weights
-        dropped += len(row_ratios) * (not keep)
+        dropped += row_weights.count(0.0) if name == "icepop" else len(row_ratios) * (not keep)
         capped += sum(ratio > HIGH for ratio in row_ratios) if name.endswith("tis") else 0
     count = max(len(ratios), 1)
     squares = math.fsum(weight**2 for weight in weights)
@@ -120,11 +124,11 @@ def test_no_valid_token_and_no_rows(name: CorrectionName) -> None:
         assert set(correction_metrics(weights).values()) == {0.0}
 
 
-@pytest.mark.parametrize("name", ["sequence_mis", "geometric_filter"])
-def test_all_rows_dropped(name: CorrectionName) -> None:
+@pytest.mark.parametrize("name", ["icepop", "sequence_mis", "geometric_filter"])
+def test_everything_dropped(name: CorrectionName) -> None:
     rows: Rows = [[(-1.0, -9.0)], [(-0.5, -7.0), (-0.5, -8.0)]]
     weights = rollout_weights(name, *_columns(rows), high=HIGH, low=LOW)
-    assert not weights.keep_B.any()
+    assert weights.keep_B.tolist() == [name == "icepop"] * 2
     assert not weights.weights_BR.any()
     metrics = correction_metrics(weights)
     assert metrics["correction/dropped_fraction"] == 1.0
@@ -180,14 +184,45 @@ def test_metrics_of_rows_anywhere(
         assert part == pytest.approx(metrics, rel=1e-6, abs=1e-12)
     products = [math.prod(math.exp(new - old) for new, old in row) for row in rows]
     roots = [product ** (1 / max(len(row), 1)) for product, row in zip(products, rows, strict=True)]
-    on_a_bound = [abs(x / bound - 1) < 1e-9 for x in [*products, *roots] for bound in (LOW, HIGH)]
+    ratios = [math.exp(new - old) for row in rows for new, old in row]
+    on_a_bound = [abs(x / bound - 1) < 1e-9 for x in [*products, *roots, *ratios] for bound in (LOW, HIGH)]
     if not any(on_a_bound):
         assert metrics == pytest.approx(_expected_metrics(name, rows), rel=1e-6, abs=1e-9)
 
 
+def test_icepop_keeps_tokens_on_its_bounds_and_none_beyond() -> None:
+    ratios = [[0.5, 2.0, 0.499], [2.001, 1.0, 0.0]]
+    mask_BR = response_mask(torch.tensor([3, 2]), 3)
+    new_BR = torch.tensor(ratios, dtype=torch.float64).log()
+    weights = rollout_weights("icepop", new_BR, torch.zeros_like(new_BR), mask_BR, high=2.0, low=0.5)
+    assert weights.weights_BR.tolist() == [pytest.approx([0.5, 2.0, 0.0]), pytest.approx([0.0, 1.0, 0.0])]
+    assert correction_metrics(weights)["correction/dropped_fraction"] == pytest.approx(2 / 5)
+    unbounded = rollout_weights("icepop", new_BR, torch.zeros_like(new_BR), mask_BR, high=2.0)
+    assert unbounded.weights_BR[0].tolist() == pytest.approx([0.5, 2.0, 0.499])
+
+
+@given(drawn=st.lists(st.tuples(log_prob, log_prob, log_prob, st.floats(-2, 2)), min_size=1, max_size=12))
+@settings(deadline=None, max_examples=60)
+def test_truncated_sampling_with_a_high_cap_is_decoupled_ppo(drawn: list[tuple[float, ...]]) -> None:
+    """The mean of pi_prox/pi_behav·min(u·A, clip(u)·A), u = pi/pi_prox, of arXiv 2505.24298, section 5.2."""
+    new_BR, old_BR, behaviour_BR, advantages_BR = torch.tensor(drawn, dtype=torch.float64).T.unsqueeze(1)
+    mask_BR = torch.ones_like(new_BR, dtype=torch.bool)
+    weights = rollout_weights("token_tis", old_BR, behaviour_BR, mask_BR, high=1e9)
+    loss = policy_loss(
+        new_BR, old_BR, advantages_BR, mask_BR, clip_low=0.2, clip_high=0.3, weights_BR=weights.weights_BR
+    )
+    total = 0.0
+    for new, proximal, behaviour, advantage in drawn:
+        ratio = math.exp(new) / math.exp(proximal)
+        clipped = min(max(ratio, 0.8), 1.3)
+        total += math.exp(proximal) / math.exp(behaviour) * min(ratio * advantage, clipped * advantage)
+    metrics = loss.stats.metrics(len(drawn))
+    assert metrics["actor/policy_loss"] == pytest.approx(-total / len(drawn), rel=1e-9, abs=1e-12)
+
+
 def test_names_and_shapes_that_make_no_sense_are_refused() -> None:
     columns = _columns(ROWS)
-    with pytest.raises(AssertionError, match="no rollout correction is called 'icepop'"):
-        rollout_weights("icepop", *columns, high=2.0)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="no rollout correction is called 'icecube'"):
+        rollout_weights("icecube", *columns, high=2.0)  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match=r"rollout_log_probs_BR.*\(6, 1\)"):
         rollout_weights("token_tis", columns[0], columns[1][:, :1], columns[2], high=2.0)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridengine.algorithms.kl import MAX_LOG_RATIO
 from hybridengine.algorithms.losses.aggregation import Aggregation, LossStats, SummedLoss
-from hybridengine.algorithms.losses.policy import MAX_LOG_RATIO, policy_loss
+from hybridengine.algorithms.losses.policy import policy_loss
 from hybridengine.algorithms.masking import response_mask
 
 LENGTHS = [5, 0, 1, 3, 4, 2]

@@ -59,7 +59,6 @@ def test_help_shows_defaults_as_they_are_written(capsys: pytest.CaptureFixture[s
     found = re.findall(r"(--\S+) [^-]*?\(default ([^)]*)\)", text)
     wanted = {
         "--seed": "0",
-        "--staleness": "4",
         "--bytes": "1000000000",
         "--methods": "all",
         "--timeout": "120",

@@ -268,6 +268,16 @@ class Unjudged(Algorithm):
             ["algorithm.correction is not read by algorithm.name=online_dpo, which weighs no tokens"],
         ),
         (
+            [
+                "algorithm.name=grpo",
+                "algorithm.loss=hybridengine.algorithms.losses.policy:cispo_loss",
+                "actor.dual_clip=3",
+            ],
+            [
+                "actor.dual_clip=3 is not read by algorithm.loss=hybridengine.algorithms.losses.policy:cispo_loss, which"
+            ],
+        ),
+        (
             ["algorithm.name=grpo_from_engine", "algorithm.correction.high=3"],
             ["algorithm.correction is not read by algorithm.name=grpo_from_engine, which takes the engine's"],
         ),

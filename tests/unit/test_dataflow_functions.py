@@ -78,6 +78,27 @@ def gae_of(rewards: list[float], values: list[float], gamma: float, lam: float) 
     return found
 
 
+def estimates_of(
+    rows: list[int], kl_coef: float = 0.1, scores: str = "scores", values: str = "values"
+) -> dict[int, list[float]]:
+    """Return the generalised advantages of these rows, with gamma = 0.9 and lambda = 0.8."""
+    return {
+        row: gae_of(rewards_of(row, kl_coef, scores), ROWS[values][row, : LENGTHS[row]].tolist(), 0.9, 0.8)
+        for row in rows
+    }
+
+
+def safe_advantages_of(
+    rows: list[int], whiten: Callable[[dict[int, list[float]]], dict[int, list[float]]]
+) -> dict[int, list[float]]:
+    """Return the advantages of Safe-RLHF with a multiplier of 2, from rewards and costs whitened by `whiten`."""
+    rewards = whiten(estimates_of(rows, 0.05))
+    costs = whiten(estimates_of(rows, -0.05, "cost_scores", "cost_values"))
+    return {
+        row: [(one - 2 * two) / 3 for one, two in zip(rewards[row], costs[row], strict=True)] for row in rows
+    }
+
+
 def whitened(by_row: dict[int, list[float]]) -> dict[int, list[float]]:
     values = [value for row in by_row.values() for value in row]
     mean = sum(values) / len(values)
@@ -98,9 +119,7 @@ KEPT = [row for row in range(NUM_ROWS) if not DROPPED[row]]
 
 def test_advantages_of_ppo() -> None:
     found = advantages.ppo(ROWS.clone(), ONE_PROCESS, SETTINGS, SAMPLES)
-    estimates = {
-        row: gae_of(rewards_of(row), ROWS["values"][row, : LENGTHS[row]].tolist(), 0.9, 0.8) for row in KEPT
-    }
+    estimates = estimates_of(KEPT)
     assert_rows(found["advantages"], whitened(estimates))
     returns = {
         row: [one + two for one, two in zip(estimates[row], ROWS["values"][row].tolist(), strict=False)]
@@ -165,19 +184,7 @@ def test_advantages_of_safe_rlhf() -> None:
     judged = [row for row in KEPT if not COST_DROPPED[row]]
     algorithm = SafeRlhf(kl_coef=0.1, gamma=0.9, lam=0.8)
     found = advantages.safe_rlhf(ROWS.clone(), ONE_PROCESS, algorithm, SAMPLES, 2.0)
-    parts = []
-    for scores, values, kl_coef in (("scores", "values", 0.05), ("cost_scores", "cost_values", -0.05)):
-        estimates = {
-            row: gae_of(
-                rewards_of(row, kl_coef, scores), ROWS[values][row, : LENGTHS[row]].tolist(), 0.9, 0.8
-            )
-            for row in judged
-        }
-        parts.append(whitened(estimates))
-    expected = {
-        row: [(one - 2 * two) / 3 for one, two in zip(parts[0][row], parts[1][row], strict=True)]
-        for row in judged
-    }
+    expected = safe_advantages_of(judged, whitened)
     assert_rows(found["advantages"], expected)
     assert found["keep"].tolist() == [row in judged for row in range(NUM_ROWS)]
     costs = advantages.mean_cost(ROWS, ONE_PROCESS)

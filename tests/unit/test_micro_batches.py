@@ -119,6 +119,38 @@ def test_a_column_without_a_value_for_each_response_token_is_named(shape: tuple[
     assert len(cut_rows(rows, 8, ["right"])) == 2
 
 
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    data=st.data(),
+    keeps=st.booleans(),
+    trains=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_masks_leave_out_rows_that_are_not_kept_and_tokens_that_are_not_trained(
+    lengths: list[int], data: st.DataObject, keeps: bool, trains: bool
+) -> None:
+    width, num_rows = 5, len(lengths)
+    flags = st.lists(st.booleans(), min_size=num_rows, max_size=num_rows)
+    keep = data.draw(flags)
+    trained = [data.draw(st.lists(st.booleans(), min_size=width, max_size=width)) for _ in lengths]
+    columns = {
+        "tokens": torch.zeros(num_rows, 2 + width, dtype=torch.int64),
+        "prompt_lengths": torch.full((num_rows,), 2),
+        "response_lengths": torch.tensor(lengths),
+    }
+    columns |= {"keep": torch.tensor(keep)} if keeps else {}
+    columns |= {"trained": torch.tensor(trained)} if trains else {}
+    found = cut_rows(TensorDict(columns, batch_size=[num_rows]), data.draw(st.integers(7, 20)))  # pyright: ignore[reportArgumentType]
+    assert sorted(row for part in found for row in part.rows) == list(range(num_rows))
+    for part in found:
+        for row, mask in zip(part.rows, part.columns["mask"].tolist(), strict=True):
+            assert len(mask) == max(1, *(lengths[other] for other in part.rows))
+            assert mask == [
+                place < lengths[row] and (keep[row] or not keeps) and (trained[row][place] or not trains)
+                for place in range(len(mask))
+            ]
+
+
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(0, 20))
 @settings(max_examples=100, deadline=None)
 def test_whole_rows_are_cut_to_the_longest_and_gathered_in_order(lengths: list[int], room: int) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from hybridengine.config import load_config
 from hybridengine.config.algorithm import ALGORITHMS, Algorithm, algorithm_class
+from hybridengine.drivers.async_grpo import AsyncGrpo
 from hybridengine.errors import ConfigError
 from hybridengine.planning.costs.dataflows import HELPERS, PHASES, calls_of
+from hybridengine.planning.costs.lengths import Lengths
+from hybridengine.planning.costs.workload import workload_of
 
 BEGIN = """
 0 prompts.training_prompts    -        prompts
@@ -81,8 +86,33 @@ EXPECTED = {
 8 compute.measure             0,2,4-6  rows
 """,
 }
+ASYNCHRONOUS = """
+0 generation.take             -        rows
+1 actor.compute_log_probs     0        rows
+2 reference.compute_log_probs 0        rows
+3 reward.compute_scores       0        rows
+4 compute.map                 0-3      rows
+5 actor.update                0-4      rows
+6 compute.measure             0-4      rows
+7 generation.update_weights   5,6      rows
+"""
+"""Engines generate meanwhile; they receive new weights after the update and the statistics."""
 ROWS = {"rows": 15, "prompts": 5, "pairs": 10}
 EXPECTED |= dict.fromkeys(("grpo", "reinforce_plus_plus"), EXPECTED["rloo"])
+ASYNCHRONOUS_PPO = """
+0 generation.take             -        rows
+1 actor.compute_log_probs     0        rows
+2 reference.compute_log_probs 0        rows
+3 critic.compute_values       0        rows
+4 reward.compute_scores       0        rows
+5 compute.map                 0-4      rows
+6 critic.update               0-5      rows
+7 actor.update                0-5      rows
+8 compute.measure             0-5      rows
+9 generation.update_weights   6-8      rows
+"""
+EXPECTED = {name: BEGIN.rstrip() + text for name, text in EXPECTED.items()}
+EXPECTED |= {"async_grpo": ASYNCHRONOUS, "async_ppo": ASYNCHRONOUS_PPO}
 
 
 def parsed(text: str) -> list[tuple[str, tuple[int, ...], int]]:
@@ -100,10 +130,46 @@ def parsed(text: str) -> list[tuple[str, tuple[int, ...], int]]:
 def test_the_calls_of_an_algorithm(name: str) -> None:
     algorithm = algorithm_class(name)()
     calls = calls_of(algorithm, 5, 3)
-    expected = parsed(BEGIN.rstrip() + EXPECTED[name].rstrip())
+    expected = parsed(EXPECTED[name].rstrip())
     assert [(str(call), call.reads, call.num_rows) for call in calls] == expected
     assert {str(call) for call in calls} <= set(PHASES)
     assert {call.role for call in calls} - set(HELPERS) == set(algorithm.roles)
+
+
+def test_engines_on_ranks_of_their_own_are_asked_for_rows_and_given_weights() -> None:
+    calls = calls_of(AsyncGrpo(), 5, 3)
+    assert [call.phase for call in (calls[0], calls[-1])] == ["generate", "update_weights"]
+
+
+def test_the_workloads_of_an_asynchronous_run(tmp_path: Path) -> None:
+    """The trainers make all calls but the first and the last; a synchronous run of the same models begins with three."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        """
+model: {build: {num_layers: 4, num_heads: 4, num_kv_heads: 2}}
+cluster: {pools: {engines: {roles: [generation]}}}
+data: {batch_size: 5, task: {}}
+rollout: {samples_per_prompt: 3}
+algorithm: {name: "async_grpo"}
+"""
+    )
+    work = workload_of(load_config(file), Lengths.of("constant:8", 64))
+    found, trained, synchronous = (
+        [(str(call), call.reads, call.num_rows) for call in one.calls]
+        for one in (work, work.without_generation(), work.synchronous())
+    )
+    assert found[0][0] == "generation.take"
+    assert [call for call, _, _ in trained] == [call for call, _, _ in found[1:-1]]
+    assert [reads for _, reads, _ in trained] == [(), (), (), (0, 1, 2), (0, 1, 2, 3), (0, 1, 2, 3)]
+    assert [call for call, _, _ in synchronous] == [
+        "actor.switch_to_generate",
+        "actor.generate_sequences",
+        "actor.switch_to_train",
+        *(call for call, _, _ in trained),
+    ]
+    assert [reads for _, reads, _ in synchronous[3:]] == [
+        (1, *(read + 3 for read in reads)) for _, reads, _ in trained
+    ]
 
 
 class Waiting(Algorithm):
@@ -158,4 +224,4 @@ from hybridengine.planning.costs.dataflows import calls_of
 print(sum(len(calls_of(algorithm_class(name)(), 5, 3)) for name in ALGORITHMS))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) == sum(len(parsed(BEGIN.rstrip() + text.rstrip())) for text in EXPECTED.values())
+    assert int(done.stdout) == sum(len(parsed(text.rstrip())) for text in EXPECTED.values())

@@ -95,7 +95,8 @@ def test_sizes_are_held_against_the_pool_of_the_role(tmp_path: Path):
     [
         (
             {"a": {"roles": ["actor"]}},
-            "cluster.pools.a.roles[0]=\"actor\" must be 'critic', 'cost_critic', 'reference', 'reward' or 'cost'",
+            "cluster.pools.a.roles[0]=\"actor\" must be 'generation', 'critic', 'cost_critic', 'reference',"
+            " 'reward' or 'cost'",
         ),
         (
             {"a": {"roles": []}},

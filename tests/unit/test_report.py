@@ -237,7 +237,7 @@ def test_a_folder_with_little_says_what_it_lacks(report: Report, tmp_path: Path)
     status, said = report(tmp_path)
     assert status == 0, said
     assert PageText((tmp_path / "report.html").read_text()).notes == [
-        f"The run has no values of: {', '.join(figure.title for figure in FIGURES)}.",
+        f"The run has no values of: {', '.join(one.title for one in FIGURES if not one.is_of_some)}.",
         "The run has no timeline.json.",
         "The run has no samples/*.jsonl.",
         "The run has no config.yaml.",

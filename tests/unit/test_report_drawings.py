@@ -31,6 +31,10 @@ SHOWN = {
     "Largest log-prob difference between engine and trainer": ("rollout/log_prob_abs_diff_max",),
     "Entropy": ("rollout/entropy_mean",),
     "Response length in tokens": ("rollout/response_tokens_mean",),
+    "Age of the tokens in versions of the weights": ("staleness/age_mean", "staleness/age_max"),
+    "Share of tokens by age": ("staleness/age_0_share", "staleness/age_12_share", "staleness/older_share"),
+    "Responses in the queue": ("queue/complete", "queue/unfinished"),
+    "Share of the step without a call, by pool": ("idle/main_share", "idle/engines.0_share"),
     "Loss": ("actor/policy_loss", "critic/value_loss", "actor/kl_loss", "actor/dpo_loss", "warmup/loss"),
     "Gradient norm": ("actor/grad_norm", "critic/grad_norm"),
     "Share of clipped ratios": ("actor/clip_fraction", "actor/dual_clip_fraction", "critic/clip_fraction"),
@@ -46,7 +50,7 @@ SHOWN = {
 """Figure -> metrics of the runs that have it."""
 NOT_SHOWN = (
     "step", "time/step_s", "actor/lr", "transfer/bytes", "switch/received_bytes", "controller/overhead_s",
-    "reward/calls", "rollout/response_tokens_p50", "rollout/tokens",
+    "reward/calls", "rollout/response_tokens_p50", "rollout/tokens", "queue/wait_s", "staleness/older_share_quarter_1",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -66,3 +67,19 @@ def test_seconds_are_those_of_the_slowest_rank_and_memory_is_the_most_after_any_
     assert found["transfer/actor.generate_sequences->reward_style.compute_scores_bytes"] == 7
     assert found["transfer/bytes"] == 14
     assert found["controller/payload_bytes"] == 3
+
+
+def test_engines_count_once_and_pools_have_idle_shares() -> None:
+    """Two engines draw at the same time; a call that began before the step belongs to it."""
+    records = [
+        replace(record("generation", "advance", {0: (-10, 20)}), pool="engines.0"),
+        replace(record("generation", "advance", {0: (20, 40)}), pool="engines.0"),
+        replace(record("generation", "advance", {0: (0, 40)}), pool="engines.1"),
+        replace(record("actor", "update", {0: (0, 10), 1: (0, 30)}), pool="main"),
+    ]
+    found = call_metrics(records, 0, EPOCH_S, EPOCH_S + 0.05)
+    assert found["time/generate_s"] == pytest.approx(0.050, abs=1e-5)
+    expected = {"engines.0": 0.0, "engines.1": 0.2, "main": 0.6}
+    for pool, share in expected.items():
+        assert found[f"idle/{pool}_share"] == pytest.approx(share, abs=1e-4)
+    assert not [name for name in call_metrics(records[3:], 0, EPOCH_S, EPOCH_S + 1) if "idle" in name]

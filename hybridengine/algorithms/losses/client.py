@@ -21,11 +21,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor
 
-from hybridengine.algorithms.kl import MAX_LOG_RATIO
 from hybridengine.algorithms.losses.client_inputs import CLIENT_INPUTS
+from hybridengine.algorithms.losses.ratios import (
+    bounded_ratios,
+    cispo_gains,
+    clipped_gains,
+    sequence_ratios,
+)
 from hybridengine.algorithms.masking import check_shapes, zero_masked
 
 Columns = Mapping[str, Tensor]
@@ -40,16 +44,17 @@ def cross_entropy(log_probs_BT: Tensor, columns: Columns, settings: Settings) ->
 
 
 def importance_sampling(log_probs_BT: Tensor, columns: Columns, settings: Settings) -> Tensor:
-    return -_ratios(log_probs_BT - columns["logprobs"]) * columns["advantages"]
+    return -bounded_ratios(log_probs_BT - columns["logprobs"]) * columns["advantages"]
 
 
 def ppo(log_probs_BT: Tensor, columns: Columns, settings: Settings) -> Tensor:
-    return _clipped(_ratios(log_probs_BT - columns["logprobs"]), columns["advantages"], settings)
+    ratios_BT = bounded_ratios(log_probs_BT - columns["logprobs"])
+    return -clipped_gains(ratios_BT, columns["advantages"], *_range(settings))
 
 
 def cispo(log_probs_BT: Tensor, columns: Columns, settings: Settings) -> Tensor:
-    ratios_BT = _clip(_ratios(log_probs_BT - columns["logprobs"]), settings).detach()
-    return -ratios_BT * log_probs_BT * columns["advantages"]
+    ratios_BT = bounded_ratios(log_probs_BT - columns["logprobs"])
+    return -cispo_gains(ratios_BT, log_probs_BT, columns["advantages"], *_range(settings))
 
 
 def dro(log_probs_BT: Tensor, columns: Columns, settings: Settings) -> Tensor:
@@ -58,24 +63,12 @@ def dro(log_probs_BT: Tensor, columns: Columns, settings: Settings) -> Tensor:
 
 
 def gspo(log_probs_BT: Tensor, columns: Columns, settings: Settings) -> Tensor:
-    counted_BT = columns["sequence_ratio_mask"] != 0
-    log_ratios_BT = zero_masked(log_probs_BT.detach() - columns["logprobs"], counted_BT)
-    means_B1 = log_ratios_BT.sum(1, keepdim=True) / counted_BT.sum(1, keepdim=True).clamp(min=1)
-    ratios_BT = _ratios(means_B1) * (log_probs_BT - log_probs_BT.detach()).exp()
-    return _clipped(ratios_BT, columns["advantages"], settings)
+    ratios_BT = sequence_ratios(log_probs_BT, columns["logprobs"], columns["sequence_ratio_mask"] != 0)
+    return -clipped_gains(ratios_BT, columns["advantages"], *_range(settings))
 
 
-def _ratios(log_ratios: Tensor) -> Tensor:
-    """Return the ratios, within e^±20, because inf·0 would be NaN."""
-    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def _clip(ratios_BT: Tensor, settings: Settings) -> Tensor:
-    return ratios_BT.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"])
-
-
-def _clipped(ratios_BT: Tensor, advantages_BT: Tensor, settings: Settings) -> Tensor:
-    return -torch.minimum(ratios_BT * advantages_BT, _clip(ratios_BT, settings) * advantages_BT)
+def _range(settings: Settings) -> tuple[float, float]:
+    return settings["clip_low_threshold"], settings["clip_high_threshold"]
 
 
 CLIENT_LOSSES: Mapping[str, Callable[[Tensor, Columns, Settings], Tensor]] = {

@@ -1,4 +1,4 @@
-"""Terms of the actor's loss: PPO's clipped policy loss with later clipping variants, KL divergence, entropy bonus.
+"""Terms of the actor's loss: PPO's clipped policy loss with later variants, GSPO and CISPO, KL divergence, entropy bonus.
 
 Shape suffixes: B sequences, R response tokens.
 """
@@ -10,8 +10,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hybridengine.algorithms.kl import KL_ESTIMATORS, MAX_LOG_RATIO, k1, k3
+from hybridengine.algorithms.kl import KL_ESTIMATORS, k1, k3
 from hybridengine.algorithms.losses.aggregation import PER_TOKEN, Aggregation, LossStats, SummedLoss
+from hybridengine.algorithms.losses.ratios import (
+    bounded_ratios,
+    cispo_gains,
+    clipped_gains,
+    sequence_ratios,
+)
 from hybridengine.algorithms.masking import check_shapes, masked_max, masked_sum, zero_masked
 from hybridengine.config.algorithm import Algorithm
 from hybridengine.config.sections import ActorSection
@@ -26,15 +32,16 @@ def policy_loss(
     clip_high: float = 0.2,
     *,
     dual_clip: float | None = None,
+    per_sequence: bool = False,
     weights_BR: Tensor | None = None,
     aggregation: Aggregation = PER_TOKEN,
 ) -> SummedLoss:
     """Return -w·min(r·A, clip(r, 1 - clip_low, 1 + clip_high)·A) of all valid tokens, summed by `aggregation`.
 
     r = pi/pi_old, clamped to e^±20, because inf·0 would be NaN. With `dual_clip` c > 1 the minimum is bounded below:
-    where A < 0 it is max(min(...), c·A), so that a token with a very large r does not dominate the batch. The weights w
-    (1 by default) correct for sampling from a policy other than pi_old: see correction.py. Gradient flows through
-    `log_probs_BR` only.
+    where A < 0 it is max(min(...), c·A), so that a token with a very large r does not dominate the batch. With
+    `per_sequence` r is the geometric mean over the row's valid tokens (GSPO). The weights w (1 by default) correct for
+    sampling from a policy other than pi_old: see correction.py. Gradient flows through `log_probs_BR` only.
 
     Shapes: all [B, R].
     Stats: actor/policy_loss, the mean selected by `aggregation`; as means per token, without weights:
@@ -43,41 +50,102 @@ def policy_loss(
         without gradient), actor/approx_kl_k1 and actor/approx_kl_k3 (estimates of KL(pi_old || pi)),
         actor/ratio_mean; as a maximum actor/ratio_max.
     Source: arXiv 1707.06347, equation 7; two clip ranges as in DAPO, arXiv 2503.14476, section 3.1; dual clip:
-        arXiv 1912.09729, equation 5; weights outside of the minimum: arXiv 2505.24298, section 5.2.
+        arXiv 1912.09729, equation 5; weights outside of the minimum: arXiv 2505.24298, section 5.2; ratios of whole
+        sequences: arXiv 2507.18071, section 4.
     """
-    check_shapes(log_probs_BR=log_probs_BR, old_log_probs_BR=old_log_probs_BR)
-    check_shapes(advantages_BR=advantages_BR, log_probs_BR=log_probs_BR, mask_BR=mask_BR)
     assert dual_clip is None or dual_clip > 1, f"dual_clip={dual_clip} must be above 1, or None"
-    old_log_probs_BR = zero_masked(old_log_probs_BR.detach(), mask_BR)
-    advantages_BR = zero_masked(advantages_BR.detach(), mask_BR)
-    log_probs_BR = zero_masked(log_probs_BR, mask_BR)
-    ratio_BR = (log_probs_BR - old_log_probs_BR).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    clipped_ratio_BR = ratio_BR.clamp(1.0 - clip_low, 1.0 + clip_high)
-    gain_BR = torch.minimum(ratio_BR * advantages_BR, clipped_ratio_BR * advantages_BR)
+    new_BR, old_BR, advantages_BR = _clean(log_probs_BR, old_log_probs_BR, advantages_BR, mask_BR)
+    ratios_BR = sequence_ratios(new_BR, old_BR, mask_BR) if per_sequence else bounded_ratios(new_BR - old_BR)
+    low, high = 1.0 - clip_low, 1.0 + clip_high
+    gains_BR = clipped_gains(ratios_BR, advantages_BR, low, high)
     clips = {
-        "actor/clip_low_fraction": (advantages_BR < 0) & (ratio_BR < 1.0 - clip_low),
-        "actor/clip_high_fraction": (advantages_BR > 0) & (ratio_BR > 1.0 + clip_high),
+        "actor/clip_low_fraction": (advantages_BR < 0) & (ratios_BR < low),
+        "actor/clip_high_fraction": (advantages_BR > 0) & (ratios_BR > high),
     }
     if dual_clip is not None:
-        clips["actor/dual_clip_fraction"] = (advantages_BR < 0) & (ratio_BR > dual_clip)
-        gain_BR = torch.where(clips["actor/dual_clip_fraction"], dual_clip * advantages_BR, gain_BR)
+        clips["actor/dual_clip_fraction"] = (advantages_BR < 0) & (ratios_BR > dual_clip)
+        gains_BR = torch.where(clips["actor/dual_clip_fraction"], dual_clip * advantages_BR, gains_BR)
+    loss_sum = _loss_sum(gains_BR, weights_BR, mask_BR, aggregation)
+    return SummedLoss(loss_sum, _stats(loss_sum, clips, ratios_BR, new_BR, old_BR, mask_BR, aggregation))
+
+
+def clipped_weight_loss(
+    log_probs_BR: Tensor,
+    old_log_probs_BR: Tensor,
+    advantages_BR: Tensor,
+    mask_BR: Tensor,
+    clip_low: float = 1.0,
+    clip_high: float = 0.2,
+    *,
+    weights_BR: Tensor | None = None,
+    aggregation: Aggregation = PER_TOKEN,
+) -> SummedLoss:
+    """Return -w·clip(r, 1 - clip_low, 1 + clip_high)·A·log pi of all valid tokens, summed by `aggregation` (CISPO).
+
+    No gradient flows through the clipped ratio r = pi/pi_old, so that all tokens keep a gradient, bounded in its weight.
+    A `clip_low` of 1 bounds r from above only.
+
+    Shapes: all [B, R].
+    Stats: as `policy_loss`, but with all tokens in the clip fractions whose r is below (clip_low_fraction) or above the
+        range (clip_high_fraction), whatever their advantage.
+    Source: CISPO, arXiv 2506.13585, equation 4.
+    """
+    new_BR, old_BR, advantages_BR = _clean(log_probs_BR, old_log_probs_BR, advantages_BR, mask_BR)
+    ratios_BR = bounded_ratios(new_BR - old_BR)
+    low, high = 1.0 - clip_low, 1.0 + clip_high
+    gains_BR = cispo_gains(ratios_BR, new_BR, advantages_BR, low, high)
+    clips = {
+        "actor/clip_low_fraction": ratios_BR < low,
+        "actor/clip_high_fraction": ratios_BR > high,
+    }
+    loss_sum = _loss_sum(gains_BR, weights_BR, mask_BR, aggregation)
+    return SummedLoss(loss_sum, _stats(loss_sum, clips, ratios_BR, new_BR, old_BR, mask_BR, aggregation))
+
+
+def _clean(
+    log_probs_BR: Tensor, old_log_probs_BR: Tensor, advantages_BR: Tensor, mask_BR: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probs, old log-probs and advantages with zeros at masked entries; only the first have a gradient."""
+    check_shapes(log_probs_BR=log_probs_BR, old_log_probs_BR=old_log_probs_BR)
+    check_shapes(advantages_BR=advantages_BR, log_probs_BR=log_probs_BR, mask_BR=mask_BR)
+    old_BR, advantages_BR = (
+        zero_masked(c_BR.detach(), mask_BR) for c_BR in (old_log_probs_BR, advantages_BR)
+    )
+    return zero_masked(log_probs_BR, mask_BR), old_BR, advantages_BR
+
+
+def _loss_sum(
+    gains_BR: Tensor, weights_BR: Tensor | None, mask_BR: Tensor, aggregation: Aggregation
+) -> Tensor:
     if weights_BR is not None:
         check_shapes(weights_BR=weights_BR, mask_BR=mask_BR)
-        gain_BR = gain_BR * weights_BR.detach()
-    loss_sum = aggregation.loss_sum(-gain_BR, mask_BR)
-    clips["actor/clip_fraction"] = torch.stack(list(clips.values())).any(0)
-    with torch.no_grad():
-        per_token = {name: clipped_BR.to(ratio_BR.dtype) for name, clipped_BR in clips.items()} | {
-            "actor/approx_kl_k1": k1(old_log_probs_BR, log_probs_BR),
-            "actor/approx_kl_k3": k3(old_log_probs_BR, log_probs_BR),
-            "actor/ratio_mean": ratio_BR,
-        }
-        sums = {name: masked_sum(values_BR, mask_BR) for name, values_BR in per_token.items()}
-        maxima = {"actor/ratio_max": masked_max(ratio_BR, mask_BR)}
+        gains_BR = gains_BR * weights_BR.detach()
+    return aggregation.loss_sum(-gains_BR, mask_BR)
+
+
+@torch.no_grad()
+def _stats(
+    loss_sum: Tensor,
+    clips: Mapping[str, Tensor],
+    ratios_BR: Tensor,
+    log_probs_BR: Tensor,
+    old_log_probs_BR: Tensor,
+    mask_BR: Tensor,
+    aggregation: Aggregation,
+) -> LossStats:
+    """Return the loss by its own count, and per token the fractions `clips` and of any of them, KL and ratios."""
+    clipped = {**clips, "actor/clip_fraction": torch.stack(list(clips.values())).any(0)}
+    per_token = {name: clipped_BR.to(ratios_BR.dtype) for name, clipped_BR in clipped.items()} | {
+        "actor/approx_kl_k1": k1(old_log_probs_BR, log_probs_BR),
+        "actor/approx_kl_k3": k3(old_log_probs_BR, log_probs_BR),
+        "actor/ratio_mean": ratios_BR,
+    }
+    sums = {name: masked_sum(values_BR, mask_BR) for name, values_BR in per_token.items()}
     mean = "actor/policy_loss"
-    return SummedLoss(
-        loss_sum,
-        LossStats({mean: loss_sum.detach().clone(), **sums}, maxima, {mean: aggregation.count(mask_BR)}),
+    return LossStats(
+        {mean: loss_sum.detach().clone(), **sums},
+        {"actor/ratio_max": masked_max(ratios_BR, mask_BR)},
+        {mean: aggregation.count(mask_BR)},
     )
 
 
@@ -137,6 +205,34 @@ def clipped_loss(
     The columns are `mask`, `log_probs` (of the old policy) and `advantages`, all [B, R]; optionally `weights` of the
     rollout correction and `ref_log_probs`.
     """
+    return _clipped_loss(log_probs_BR, columns, actor, aggregation, per_sequence=False)
+
+
+def gspo_loss(
+    log_probs_BR: Tensor,
+    columns: Mapping[str, Tensor],
+    algorithm: Algorithm,
+    actor: ActorSection,
+    aggregation: Aggregation,
+) -> SummedLoss:
+    """Return GSPO's loss, which is `clipped_loss` with one ratio per sequence: the geometric mean over its valid tokens.
+
+    As published, `actor.loss_aggregation` is sequence, and the ranges are far smaller than PPO's: `actor.clip_low` 3e-4
+    and `clip_high` 4e-4.
+
+    Source: arXiv 2507.18071, sections 4.1 and 5.1.
+    """
+    return _clipped_loss(log_probs_BR, columns, actor, aggregation, per_sequence=True)
+
+
+def _clipped_loss(
+    log_probs_BR: Tensor,
+    columns: Mapping[str, Tensor],
+    actor: ActorSection,
+    aggregation: Aggregation,
+    *,
+    per_sequence: bool,
+) -> SummedLoss:
     return policy_loss(
         log_probs_BR,
         columns["log_probs"],
@@ -145,6 +241,30 @@ def clipped_loss(
         actor.clip_low,
         actor.clip_high,
         dual_clip=actor.dual_clip,
+        per_sequence=per_sequence,
+        weights_BR=columns.get("weights"),
+        aggregation=aggregation,
+    )
+
+
+def cispo_loss(
+    log_probs_BR: Tensor,
+    columns: Mapping[str, Tensor],
+    algorithm: Algorithm,
+    actor: ActorSection,
+    aggregation: Aggregation,
+) -> SummedLoss:
+    """Return CISPO's loss (`clipped_weight_loss`) of the columns of `clipped_loss`, with the actor's clip ranges.
+
+    As published, there is no lower bound: `actor.clip_low` 1. `actor.dual_clip` is not read.
+    """
+    return clipped_weight_loss(
+        log_probs_BR,
+        columns["log_probs"],
+        columns["advantages"],
+        columns["mask"],
+        actor.clip_low,
+        actor.clip_high,
         weights_BR=columns.get("weights"),
         aggregation=aggregation,
     )

@@ -106,6 +106,10 @@ class VllmEngine:
                 torch.tensor([], dtype=torch.uint8, device=storage.device).set_(storage).zero_()
         self.version, self._is_ready = version, True
 
+    def settle(self) -> None:
+        """Finish steps in flight, before the weights change."""
+        self._requests.settle(self.version)
+
     def weights_changed(self, version: int, keep_kv: bool) -> None:
         """Continue with weights of `version` that were written in generation mode (`Engine`)."""
         if not keep_kv:
@@ -114,7 +118,7 @@ class VllmEngine:
 
     def _forget_kv(self) -> None:
         """Drop cached prefixes, which would survive a weight change, and recompute unfinished requests."""
-        self._requests.settle(self.version)
+        self.settle()
         self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -124,7 +128,7 @@ class VllmEngine:
         for request in requests:
             self._check(request, taken)
             taken.add(request.request_id)
-        self._requests.add(requests)
+        self._requests.add(requests, self.version)
 
     def _check(self, request: Request, taken: set[str]) -> None:
         sampling, name = request.sampling, request.request_id
@@ -158,6 +162,10 @@ class VllmEngine:
             if self._requests:
                 ended += self._requests.step(self.version)
         return ended
+
+    def progress(self) -> list[Response]:
+        """Return the tokens drawn so far for each request whose response `advance` has not returned."""
+        return self._requests.progress()
 
     def abort(self, request_ids: Iterable[str]) -> list[Response]:
         """Drop requests whose responses `advance` has not returned; return the tokens drawn for each so far."""

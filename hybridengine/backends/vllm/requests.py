@@ -37,12 +37,20 @@ class RunningRequests:
         running = [response for _, response in self._running.values()]
         return {response.request_id for response in [*running, *self._ended]}
 
-    def add(self, requests: Sequence[Request]) -> None:
+    def progress(self) -> list[Response]:
+        """Return the responses that `step` has not returned, with their tokens so far."""
+        return [response for _, response in self._running.values()] + self._ended
+
+    def add(self, requests: Sequence[Request], version: int) -> None:
+        """Queue requests; their prompts share cached keys and values only with others of the same `version`."""
         try:
             for request in requests:
                 seed = position_seed(request.seed, request.first_position)
                 params = _sampling_params(request.sampling, seed)
-                prompt = {"prompt_token_ids": list(request.prompt_token_ids)}
+                prompt = {
+                    "prompt_token_ids": list(request.prompt_token_ids),
+                    "cache_salt": f"version {version}",
+                }
                 name = self._engine.add_request(request.request_id, prompt, params)
                 self._running[name] = request, Response(request.request_id)
         except BaseException:

@@ -23,6 +23,8 @@ HELPERS = ("prompts", "compute")
 
 PHASES: Mapping[str, str] = {
     "prompts.training_prompts": "prompts",
+    "generation.take": "generate",
+    "generation.advance": "generate",
     "actor.switch_to_generate": "switch_to_generate",
     "actor.generate_sequences": "generate",
     "actor.switch_to_train": "switch_to_train",
@@ -38,6 +40,11 @@ PHASES: Mapping[str, str] = {
     "actor.update": "update_actor",
     "actor.update_preferences": "update_actor",
     "compute.measure": "statistics",
+    "generation.update_weights": "update_weights",
+    "actor.push_weights": "update_weights",
+    "generation.receive_weights": "receive_weights",
+    "generation.begin": "begin_responses",
+    "prompts.sequences": "prompts",
 }
 """Phase of each call of an iteration; the phase of any other call is the call's name."""
 
@@ -78,6 +85,8 @@ METHODS: Mapping[str, Method] = {
     "switch_to_generate": Method(Work.SWITCH),
     "generate_sequences": Method(Work.GENERATE, prompts=1),
     "switch_to_train": Method(Work.SWITCH),
+    "take": Method(Work.GENERATE, prompts=1),
+    "update_weights": Method(Work.SWITCH),
     "compute_log_probs": Method(Work.INFER, tokens=1),
     "compute_values": Method(Work.INFER, tokens=1),
     "compute_scores": Method(Work.INFER, tokens=1),
@@ -181,10 +190,24 @@ class _Group:
         return partial(self.trace.record, self.role, method)
 
 
+@dataclass(frozen=True)
+class _Engines(_Group):
+    """Stand-in for engines on ranks of their own, which generate all the time, so that only two methods are calls."""
+
+    def work_until(self, *results: _Result) -> None:
+        """Wait for the results of other groups."""
+        for result in results:
+            result.wait()
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
+
 def calls_of(algorithm: Algorithm, num_prompts: int, samples_per_prompt: int) -> tuple[Call, ...]:
     """Return the calls of an iteration, in order; ConfigError if the step fails with stand-ins or a call is unknown."""
     trace = _Trace(num_prompts * samples_per_prompt)
-    groups = {role: _Group(trace, role) for role in (*algorithm.roles, *HELPERS)}
+    kinds = {role: _Engines if role == "generation" else _Group for role in (*algorithm.roles, *HELPERS)}
+    groups = {role: kind(trace, role) for role, kind in kinds.items()}
     roles = SimpleNamespace(**groups, term_columns=())
     sampling = SimpleNamespace(
         step=1,

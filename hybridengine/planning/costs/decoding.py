@@ -41,8 +41,9 @@ class Engine:
     @cached_property
     def kv_token_bytes(self) -> int:
         """Largest bytes of KV cache per token on any rank."""
-        heads = max(1, self.shape.num_kv_heads // self.sizes.tp_size)
-        return 2 * self._num_layers * heads * self.shape.head_dim * DTYPE_BYTES[self.dtype]
+        return self.shape.kv_token_bytes(
+            self.train_pp_size, self.sizes.pp_size, self.sizes.tp_size, self.dtype
+        )
 
     @cached_property
     def _num_layers(self) -> int:

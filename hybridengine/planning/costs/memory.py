@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hybridengine.config import RunConfig, holder_shape, model_holders
+from hybridengine.config import RunConfig, holder_shape, model_holders, model_shape
 from hybridengine.config.run_config import TRAINED
 from hybridengine.families.family import NameSet
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
@@ -99,6 +99,13 @@ def model_memory(shape: ModelShape, sizes: TrainSizes, dtype: str, *, trains: bo
         return ModelMemory(weights_bytes, 0, 0)
     optimizer_bytes = -(-num_elements * optimizer_weight_bytes(dtype) // sizes.dp_size)
     return ModelMemory(weights_bytes, num_elements * GRADIENT_BYTES, optimizer_bytes)
+
+
+def engine_weight_bytes(config: RunConfig) -> int:
+    """Return the bytes of weights on the fullest rank of an engine on a pool of its own."""
+    gen = config.generation.parallel
+    held = generation_holding(model_shape(config), gen.pp_size, gen.pp_size, gen.tp_size)
+    return held.num_elements * DTYPE_BYTES[config.model.dtype]
 
 
 def optimizer_weight_bytes(dtype: str) -> int:

@@ -12,6 +12,9 @@ from hybridengine.models.shapes import ModelShape
 from hybridengine.planning.costs.dataflows import METHODS, Call, Work, calls_of
 from hybridengine.planning.costs.lengths import Lengths, MicroBatches
 
+GENERATING = (Work.SWITCH, Work.GENERATE)
+"""Work of generation, which engines on ranks of their own take over from the trainers."""
+
 
 @dataclass(frozen=True)
 class PlannedModel:
@@ -66,10 +69,32 @@ class Workload:
         """Mean number of tokens in an iteration, prompts and responses."""
         return self.rows_per_step * (self.prompt_tokens + self.lengths.mean)
 
+    @property
+    def has_engines(self) -> bool:
+        """True if engines on ranks of their own generate."""
+        return any(call.role == "generation" for call in self.calls)
+
     def without_generation(self) -> Workload:
-        """Return the workload of one pool that only trains: all calls except switches and generation, in turn."""
-        kept = [call for call in self.calls if call.work not in (Work.SWITCH, Work.GENERATE)]
-        return replace(self, calls=tuple(replace(call, reads=()) for call in kept))
+        """Return the workload of ranks that only train: all calls except switches and generation."""
+        kept = [place for place, call in enumerate(self.calls) if call.work not in GENERATING]
+        places = {old: new for new, old in enumerate(kept)}
+        calls = (
+            replace(call, reads=tuple(places[read] for read in call.reads if read in places))
+            for call in (self.calls[place] for place in kept)
+        )
+        return replace(self, calls=tuple(calls))
+
+    def synchronous(self) -> Workload:
+        """Return the workload in which the actor's ranks generate a batch before all other calls."""
+        if not self.has_engines:
+            return self
+        begin = [
+            Call("actor", method, num_rows=self.rows_per_step)
+            for method in ("switch_to_generate", "generate_sequences", "switch_to_train")
+        ]
+        others = self.without_generation().calls
+        shifted = (replace(call, reads=(1, *(read + len(begin) for read in call.reads))) for call in others)
+        return replace(self, calls=(*begin, *shifted))
 
     @property
     def roles(self) -> dict[str, tuple[str, ...]]:

@@ -197,7 +197,9 @@ def run_settings(config: RunConfig, plan: Plan, workload: Workload, cluster: Clu
     """Return the explicitly set values of `config`, with the plan's ranks, pools and sizes."""
     values = config.model_dump(mode="json", exclude_unset=True)
     section = values.setdefault("cluster", {})
-    section.pop("pools", None)
+    engines = {name: pool for name, pool in section.pop("pools", {}).items() if "generation" in pool["roles"]}
+    if engines:
+        section["pools"] = engines
     for place, pool in enumerate(plan.pools):
         whole, rest = divmod(pool.num_ranks, cluster.devices_per_node)
         ranks_per_node = [cluster.devices_per_node] * whole + ([rest] if rest else [])

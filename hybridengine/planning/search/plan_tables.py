@@ -37,9 +37,9 @@ def plan_table(plans: Sequence[Plan]) -> list[str]:
     rows = [["plan", "step", *COLUMNS.values(), "received", "left", "models on devices"]]
     for number, plan in enumerate(plans, start=1):
         engine = plan.option("actor").engine
-        assert engine is not None, "an actor generates"
         works = [sum(bar.seconds for bar in plan.bars if bar.call.work is work) for work in COLUMNS]
-        received, left = format_bytes(engine.switch.received_bytes), format_bytes(plan.headroom_bytes)
+        received = format_bytes(engine.switch.received_bytes) if engine else "-"
+        left = format_bytes(plan.headroom_bytes)
         pools = ", ".join(map(pool_text, plan.pools))
         rows.append([str(number), *map(format_seconds, [plan.step_s, *works]), received, left, pools])
     return [

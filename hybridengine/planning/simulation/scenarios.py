@@ -2,6 +2,7 @@
 
 synchronous    the best plan with every model on all devices: generation, then all other calls
 asynchronous   engines on separate devices, with weights and KV cache only; all models train and infer on the others
+configured     the asynchronous run whose pools and sizes a configuration gives
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ from functools import cached_property
 
 import numpy as np
 
+from hybridengine.config import RunConfig
 from hybridengine.errors import ConfigError
 from hybridengine.planning.costs.clusters import Cluster
 from hybridengine.planning.costs.dataflows import Work
 from hybridengine.planning.costs.decoding import Engine
 from hybridengine.planning.costs.lengths import Lengths
-from hybridengine.planning.costs.workload import Workload
+from hybridengine.planning.costs.workload import GENERATING, Workload
 from hybridengine.planning.search.options import Options
 from hybridengine.planning.search.placements import Constraints, pool_sizes
-from hybridengine.planning.search.plan import Plan
+from hybridengine.planning.search.plan import Plan, given_plan
 from hybridengine.planning.search.search import Search
 from hybridengine.planning.search.shortage import shortage
-from hybridengine.planning.simulation.simulation import Outcome, Setting
+from hybridengine.planning.simulation.simulation import Bound, Outcome, Setting
 from hybridengine.topology.sizes import GenSizes, divisors
 
 
@@ -95,9 +97,9 @@ def steady_state(
 
 
 def role_idle_shares(run: Run, outcome: Outcome) -> dict[str, float]:
-    """Return the idle share of the run for the engines and for each model; models take turns on the training side."""
-    trained = [bar for bar in run.plan.bars if bar.call.work not in (Work.SWITCH, Work.GENERATE)]
-    share_of_s = (1.0 - outcome.train_idle_share) / sum(bar.seconds for bar in trained)
+    """Return the idle share of the run for the engines and for each model, whose calls take its share of a step."""
+    trained = [bar for bar in run.plan.bars if bar.call.work not in GENERATING]
+    share_of_s = (1.0 - outcome.train_idle_share) / run.train_s
     shares = {"generation": outcome.generate_idle_share}
     for bar in trained:
         if bar.call.work in (Work.INFER, Work.UPDATE):
@@ -115,6 +117,7 @@ class Scenarios:
     constraints: Constraints
     num_steps: int
     max_staleness: float
+    bound: Bound
     seed: int
 
     def __post_init__(self) -> None:
@@ -130,7 +133,9 @@ class Scenarios:
 
     def synchronous(self) -> Run:
         """Return the run of the best colocated plan; a ConfigError says why none fits."""
-        options = Options(self.workload, self.cluster, self.constraints.sizes, self.constraints.gen_sizes)
+        options = Options(
+            self.workload.synchronous(), self.cluster, self.constraints.sizes, self.constraints.gen_sizes
+        )
         search, plan = self._best_plan(options, self.num_devices)
         if plan is None:
             raise ConfigError(shortage(search))
@@ -148,8 +153,24 @@ class Scenarios:
         if plan is None:
             return None
         rest = self.num_devices - num_training
-        setting = self._setting(self.engines, rest, plan.step_s, self.update_s)
+        setting = self._setting(self.engines, rest, plan.step_s, self._update_s(self.engines))
         return Run(setting, plan, self.engines, num_training, rest, plan.step_s)
+
+    def configured(self, config: RunConfig) -> Run:
+        """Return the asynchronous run whose pools and sizes `config` gives; a ConfigError if a rank cannot hold it."""
+        plan = given_plan(config, self.workload.without_generation(), self.cluster)
+        rest = sum(map(sum, config.engines))
+        gen = config.generation.parallel
+        engines = self._engines(gen, gen.pp_size, rest, config.rollout.kv_cache_bytes)
+        needed, room = engines.engine.weight_bytes + engines.kv_bytes, self.cluster.model_memory_bytes
+        if needed > room:
+            raise ConfigError(
+                f"engines of generation.parallel={gen} with rollout.kv_cache_bytes={engines.kv_bytes} take"
+                f" {needed / 2**30:.1f} GiB on a device, which has {room / 2**30:.1f} GiB for models; take more ranks for"
+                " an engine, or a smaller cache"
+            )
+        setting = self._setting(engines, rest, plan.step_s, self._update_s(engines))
+        return Run(setting, plan, engines, config.num_ranks - rest, rest, plan.step_s)
 
     def divisions(self) -> Iterator[int]:
         """Yield the numbers of training devices that leave whole engines on the other devices."""
@@ -197,12 +218,11 @@ class Scenarios:
             )
         return max(found, key=lambda engines: engines.rates[-1] / engines.num_devices)
 
-    @property
-    def update_s(self) -> float:
+    def _update_s(self, engines: Engines) -> float:
         """Seconds for all devices of the engines to receive their shards from the trainers."""
         links, node = self.cluster.links, self.cluster.devices_per_node
         link = links.network if self.num_devices > node else links.same_node
-        num_bytes = self.engines.engine.weight_bytes
+        num_bytes = engines.engine.weight_bytes
         return link.seconds(num_bytes, num_bytes * min(node, self.num_devices)) + link.latency_s
 
     def _best_plan(self, options: Options, num_devices: int) -> tuple[Search, Plan | None]:
@@ -232,5 +252,7 @@ class Scenarios:
             train_token_s=train_s / self.workload.num_tokens,
             update_s=update_s,
             max_staleness=self.max_staleness,
+            bound=self.bound,
+            samples_per_prompt=self.workload.samples_per_prompt,
             seed=self.seed,
         )

@@ -11,6 +11,10 @@ arrive, nothing else changes, so a span of steps is one event.
 A response is begun only while floor((N_r - 1) / B) <= i + eta, so that the responses begun, N_r, are at most eta batches
 ahead of the trainer's step i (AReaL, arXiv 2505.24298, section 5.1). None is begun once all responses that the run trains
 on are complete: engines that are far ahead then wait, and the cost of a simulation does not grow with their number.
+
+The gate alone bounds no token's age: a long response is overtaken by later ones. Two bounds are exact. Under `token`, a
+batch is made of the prompt groups that ended first, and tokens older than eta are masked. Under `response`, batch i is
+made of the responses B·i to B·(i + 1) - 1, for which the trainer waits: they were begun with version i - eta or later.
 """
 
 from __future__ import annotations
@@ -19,10 +23,11 @@ import heapq
 import itertools
 import math
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 
@@ -30,8 +35,11 @@ from hybridengine.planning.costs.lengths import Lengths
 
 StepSeconds = Callable[[float, float], float]
 """Function that returns the seconds of a step from the running responses and their total tokens, including prompts."""
-Response = tuple[tuple[int, int], ...]
-"""Complete response as spans of tokens of one policy each: (version of the policy, number of tokens)."""
+Bound = Literal["token", "response"]
+Spans = tuple[tuple[int, int], ...]
+"""Tokens of a complete response, in spans of one policy each: (version of the policy, number of tokens)."""
+Response = tuple[int, Spans]
+"""Complete response: (number in the order of submission, its tokens)."""
 TRAINER, ARRIVAL = -1, -2
 """Owners of events that do not belong to an engine."""
 
@@ -54,14 +62,21 @@ class Setting:
     update_s: float
     """Seconds for which an engine pauses to receive weights; in a synchronous run, of the switch in both directions."""
     max_staleness: float = 1.0
-    """Number of batches that may be begun ahead of the trainer; infinite for no bound."""
+    """Number of batches that may be begun ahead of the trainer, and largest age of a token; infinite for no bound."""
+    bound: Bound = "token"
+    """Batches and masks that keep tokens young: see the docstring of this module."""
+    samples_per_prompt: int = 1
+    """Number of responses in a prompt group, a divisor of `batch_size`; groups are trained on as a whole."""
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    staleness_counts: Mapping[int, int]
-    """Number of response tokens by staleness: optimizer steps from the policy of a token to the one trained on it."""
+    step_ages: list[Mapping[int, int]]
+    """For each step, the number of its response tokens by staleness: optimizer steps from the policy of a token to the
+    one trained on it. Includes masked tokens."""
+    max_staleness: float
+    """The bound: older tokens are masked."""
     train_busy_s: float
     generate_idle_s: float
     """Total seconds of all engines without a response or receiving weights."""
@@ -75,12 +90,24 @@ class Outcome:
         return self.step_ends[-1]
 
     @property
+    def staleness_counts(self) -> Mapping[int, int]:
+        """Number of response tokens by staleness."""
+        total = sum(map(Counter, self.step_ages), Counter[int]())
+        return dict(sorted(total.items()))
+
+    @property
     def tokens(self) -> int:
         return sum(self.staleness_counts.values())
 
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def masked_share(self) -> float:
+        """Share of the tokens that are older than the bound."""
+        masked = sum(count for age, count in self.staleness_counts.items() if age > self.max_staleness)
+        return masked / max(1, self.tokens)
 
     @property
     def train_idle_share(self) -> float:
@@ -125,16 +152,16 @@ class _Engine:
 
     def __init__(self, setting: Setting) -> None:
         self._setting, self.now_s = setting, 0.0
-        # Heap of the running responses: (step at which one ends, step at which it began).
-        self.running: list[tuple[int, int]] = []
+        # Heap of the running responses: (step at which one ends, step at which it began, number).
+        self.running: list[tuple[int, int, int]] = []
         self._steps, self._begun_sum = 0, 0
         self._changes, self._versions = [0], [0]
         self._has_weights_s = 0.0
         self._idle_s = 0.0
 
-    def begin(self, length: int) -> None:
+    def begin(self, number: int, length: int) -> None:
         """Start a response after the prefill of its prompt."""
-        heapq.heappush(self.running, (self._steps + length, self._steps))
+        heapq.heappush(self.running, (self._steps + length, self._steps, number))
         self._begun_sum += self._steps
         self.now_s += self._setting.prefill_s
 
@@ -173,9 +200,9 @@ class _Engine:
             self._steps += steps
             self.now_s += steps * step_s
             while self.running and self.running[0][0] == self._steps:
-                _, begin = heapq.heappop(self.running)
+                _, begin, number = heapq.heappop(self.running)
                 self._begun_sum -= begin
-                yield self._response(begin)
+                yield number, self._spans(begin)
             if self._steps < end:
                 return
         self.wait(until_s)
@@ -186,8 +213,8 @@ class _Engine:
         made = count * (self._steps + end) / 2 - self._begun_sum
         return self._setting.step_s(count, count * self._setting.prompt_tokens + made)
 
-    def _response(self, begin: int) -> Response:
-        """Return the response that began at step `begin` and ends now."""
+    def _spans(self, begin: int) -> Spans:
+        """Return the tokens of the response that began at step `begin` and ends now."""
         first = bisect_right(self._changes, begin) - 1
         marks = pairwise([begin, *self._changes[first + 1 :], self._steps])
         return tuple(
@@ -201,17 +228,24 @@ class _Simulation:
     """Engines, the queue of complete responses, and the trainer."""
 
     def __init__(self, setting: Setting) -> None:
+        by_token = setting.bound == "token"
         self._setting, self._lengths = setting, _lengths(setting)
         self.engines = [_Engine(setting) for _ in range(setting.num_engines)]
         self._submitted = 0
-        self._ready: deque[Response] = deque()
-        self._training: list[Response] = []
+        # Responses that end up in the same batch: those of a prompt, or under `response` those of a whole batch.
+        self._group_size = setting.samples_per_prompt if by_token else setting.batch_size
+        self._groups: defaultdict[int, list[Spans]] = defaultdict(list)
+        self._complete: list[
+            int
+        ] = []  # groups: those that ended first come first, under `response` the oldest
+        self._num_ready = 0
+        self._training: list[Spans] = []
         self._events: list[tuple[float, int, int]] = []  # (seconds, owner, stamp)
         self._arrivals = itertools.count()
         # By stamp: responses that end between two events of their engine.
         self._arriving: dict[int, Response] = {}
         self._stamps = [0] * setting.num_engines
-        self._staleness = Counter[int]()
+        self._step_ages: list[Mapping[int, int]] = []
         self._train_busy_s = 0.0
         self._queue: list[tuple[float, int]] = [(0.0, 0)]
         self._step_ends: list[float] = []  # its length is the version of the policy
@@ -238,7 +272,8 @@ class _Simulation:
         for engine in self.engines:
             self._take_responses(engine, now)
         return Outcome(
-            dict(sorted(self._staleness.items())),
+            self._step_ages,
+            self._setting.max_staleness,
             self._train_busy_s,
             sum(engine.idle_s(now) for engine in self.engines),
             self._queue,
@@ -257,8 +292,16 @@ class _Simulation:
                 heapq.heappush(self._events, (engine.now_s, ARRIVAL, stamp))
 
     def _arrive(self, response: Response, now: float) -> None:
-        self._ready.append(response)
-        self._queue.append((now, len(self._ready)))
+        number, spans = response
+        group = number // self._group_size
+        self._groups[group].append(spans)
+        if len(self._groups[group]) == self._group_size:
+            place = (
+                len(self._complete) if self._setting.bound == "token" else bisect_right(self._complete, group)
+            )
+            self._complete.insert(place, group)
+        self._num_ready += 1
+        self._queue.append((now, self._num_ready))
 
     def _fill(self, places: Iterable[int], now: float) -> None:
         """Begin responses on engines with free slots, the emptiest first, and schedule the engines' next events."""
@@ -271,7 +314,7 @@ class _Simulation:
             count, place = heapq.heappop(free)
             if count >= self._setting.max_running:
                 break
-            engines[place].begin(next(self._lengths))
+            engines[place].begin(self._submitted, next(self._lengths))
             self._submitted += 1
             heapq.heappush(free, (count + 1, place))
         for place in places:
@@ -282,28 +325,36 @@ class _Simulation:
     def _may_begin(self) -> bool:
         """Return True if the staleness bound allows another response, and the run may still need it."""
         setting, version = self._setting, len(self._step_ends)
-        complete = version * setting.batch_size + len(self._training) + len(self._ready) + len(self._arriving)
+        complete = version * setting.batch_size + len(self._training) + len(self._complete) * self._group_size
         if complete >= setting.num_steps * setting.batch_size:
             return False
         return self._submitted // setting.batch_size <= version + setting.max_staleness
 
     def _start_step(self, now: float) -> None:
-        """Start training on the oldest complete responses if there are enough and the trainer is idle."""
+        """Start training on the next batch if its responses are complete and the trainer is idle."""
         setting = self._setting
-        if self._training or len(self._ready) < setting.batch_size:
+        num_groups = setting.batch_size // self._group_size
+        groups = self._complete[:num_groups]
+        if self._training or len(groups) < num_groups:
             return
-        self._training = [self._ready.popleft() for _ in range(setting.batch_size)]
-        self._queue.append((now, len(self._ready)))
-        tokens = sum(count for response in self._training for _, count in response)
+        if setting.bound == "response" and groups != [len(self._step_ends)]:
+            return
+        del self._complete[:num_groups]
+        self._training = [spans for group in groups for spans in self._groups.pop(group)]
+        self._num_ready -= setting.batch_size
+        self._queue.append((now, self._num_ready))
+        tokens = sum(count for spans in self._training for _, count in spans)
         train_s = setting.train_token_s * (tokens + setting.batch_size * setting.prompt_tokens)
         self._train_busy_s += train_s
         heapq.heappush(self._events, (now + train_s, TRAINER, 0))
 
     def _end_step(self, now: float) -> None:
         """Count the tokens of the batch by staleness, and send new weights to the engines."""
-        for response in self._training:
-            for version, count in response:
-                self._staleness[len(self._step_ends) - version] += count
+        ages = Counter[int]()
+        for spans in self._training:
+            for version, count in spans:
+                ages[len(self._step_ends) - version] += count
+        self._step_ages.append(ages)
         self._training = []
         self._step_ends.append(now)
         if len(self._step_ends) == self._setting.num_steps:

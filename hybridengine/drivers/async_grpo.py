@@ -1,0 +1,31 @@
+"""Asynchronous GRPO: engines on ranks of their own generate all the time, while the actor trains what has ended."""
+
+from __future__ import annotations
+
+from hybridengine.drivers.dataflow import measure_rollout, with_advantages
+from hybridengine.drivers.grpo import Grpo
+from hybridengine.drivers.roles import Roles, Sampling, State
+
+
+class AsyncGrpo(Grpo):
+    """GRPO on responses whose tokens are at most `staleness.max_versions` versions older than the weights they train."""
+
+    roles = ("actor", "generation", "reference", "reward")
+
+    def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
+        """Run one iteration; return its metrics."""
+        actor, engines, version = roles.actor, roles.generation, sampling.step - 1
+
+        batch = engines.take(version)
+        batch = batch.union(
+            actor.compute_log_probs(batch),
+            roles.reference.compute_log_probs(batch),
+            roles.reward.compute_scores(batch),
+        )
+        batch = with_advantages(roles, batch, self, sampling.samples_per_prompt, columns=["fresh"])
+        update = actor.update(batch, self, version)
+        measured = measure_rollout(roles, batch, self, version=version, max_versions=engines.max_versions)
+        engines.work_until(update, measured)
+        engines.update_weights(sampling.step)
+
+        return measured.get()[0] | update.get()[0] | engines.take_metrics()

@@ -1,0 +1,34 @@
+"""What an engine has drawn in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """New tokens of some responses, one after another: N responses, T tokens in all."""
+
+    numbers: np.ndarray
+    """Numbers of the responses, int64 [N]."""
+    counts: np.ndarray
+    """New tokens of each, int64 [N]."""
+    has_ended: np.ndarray
+    """True for responses that are complete, bool [N]."""
+    tokens: np.ndarray
+    """int32 [T]."""
+    log_probs: np.ndarray
+    """Log-probabilities at which the tokens were drawn, float32 [T]."""
+    versions: np.ndarray
+    """Versions of the weights that drew them, int32 [T]."""
+
+    def parts(self) -> Iterator[tuple[int, bool, slice]]:
+        """Yield (number, has ended, place of its new tokens) of every response."""
+        ends = np.cumsum(self.counts)
+        for number, has_ended, count, end in zip(
+            self.numbers, self.has_ended, self.counts, ends, strict=True
+        ):
+            yield int(number), bool(has_ended), slice(int(end - count), int(end))

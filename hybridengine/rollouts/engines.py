@@ -1,0 +1,259 @@
+"""Engines of an asynchronous run, which the controller keeps at work while it waits for the trainer or for responses."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from safetensors.numpy import load_file, save_file
+from tensordict import TensorDict
+
+from hybridengine.algorithms.masking import response_mask
+from hybridengine.algorithms.staleness import fresh_tokens
+from hybridengine.config import RunConfig
+from hybridengine.controller.calls import Future, wait_any
+from hybridengine.controller.rows import Rows
+from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.errors import WorkerError
+from hybridengine.report import keys
+from hybridengine.rollouts.engine import PoolEngine, padded
+from hybridengine.rollouts.order import CallOrder, Wait
+from hybridengine.rollouts.queue import Batch, Rollout, RolloutQueue
+from hybridengine.topology.links import NodeMap
+from hybridengine.weights.executor import Verify
+from hybridengine.weights.link import Link
+
+ORDER_FILE, QUEUE_FILE = "calls.jsonl", "rollouts.safetensors"
+RESPONSE_COLUMNS = ("response_lengths", "rollout_log_probs", "versions", "fresh")
+
+
+class Engines:
+    """The role `generation`: engines on ranks of their own, with the queue of their responses.
+
+    Engines take one call of `advance` after another. Between two, requests come and go; new weights are received in the
+    order of the calls, so that each token's version is known. An engine whose process ends leaves its requests to the
+    others, which go on after the tokens that the controller has.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        groups: Sequence[WorkerGroup],
+        actor: WorkerGroup,
+        prompts: WorkerGroup,
+        say: Callable[[str], None],
+    ) -> None:
+        self._config, self._actor, self._prompts, self._say = config, actor, prompts, say
+        self._engines = [PoolEngine(config, group, number) for number, group in enumerate(groups)]
+        self.max_versions = config.staleness.max_versions
+        self.queue = RolloutQueue(
+            config.rollout.samples_per_prompt, config.data.batch_size, config.run.steps, config.staleness
+        )
+        replay = config.generation.replay
+        self._order = CallOrder(config.run_folder / ORDER_FILE, Path(replay) if replay else None)
+        self._links = 0
+        """Number of links made so far."""
+        self._is_linked = False
+        self._pushes: list[Future] = []
+        """Calls of the last push, the actor's first."""
+        self._costs: dict[str, float] = {}
+        """Metrics of the last push that has ended."""
+        self._waited_s = 0.0
+
+    def go_on(self, version: int, saved: Path | None) -> None:
+        """Give the engines the actor's weights, which are `version`; go on with the queue saved in a folder, if any."""
+        if saved is not None and (saved / QUEUE_FILE).exists():
+            self.queue.load_state(load_file(saved / QUEUE_FILE))
+        else:  # a new run, or one that was synchronous so far
+            self.queue.begin_at(version)
+        self._order.go_on_after(version)
+        self.update_weights(version)
+        self._spread(self.queue.unfinished())
+
+    def save(self, folder: Path) -> None:
+        """Save the queue with every token drawn so far.
+
+        Engines then go on from these tokens, as those of a resumed run do, so that both draw the same ones.
+        """
+        self._work_while(
+            self.queue.version, lambda: any(one.call is not None for one in self._engines), begins=False
+        )
+        for engine in self._engines:
+            engine.withdraw()
+        save_file(self.queue.state(), folder / QUEUE_FILE)
+        self._spread(self.queue.unfinished())
+
+    # ---- what dataflows call ----
+
+    def take(self, version: int) -> Rows:
+        """Return the rows of the next batch, which trains the weights of `version`, once it is complete.
+
+        Columns: those of the prompts, `tokens` [B, P + R], `response_lengths` [B], and [B, R] each `rollout_log_probs`,
+        `versions` (int32, -1 after the response), and `fresh`, which is False at tokens too old to be trained.
+        """
+        assert version == self.queue.num_taken, f"batch {self.queue.num_taken} cannot train version {version}"
+        begun_s = time.monotonic()
+        self._work_while(version + 1, lambda: not self.queue.is_ready)
+        self._waited_s += time.monotonic() - begun_s
+        rows = Rows.of(self._columns(self.queue.take()))
+        return self._prompts.sequences(rows).union(rows.select(*RESPONSE_COLUMNS))
+
+    def work_until(self, *calls: Future) -> None:
+        """Keep the engines at work until calls of other groups have ended."""
+        self._work_while(self.queue.num_taken, lambda: not all(call.done() for call in calls), calls)
+
+    def update_weights(self, version: int) -> None:
+        """Push the actor's weights, as they are after the calls made so far, to all engines, where they are `version`."""
+        for engine in self._engines:
+            engine.look()
+        self._go_on_without_the_dead()
+        reports = [report for call in self._pushes for report in call.get()]
+        if reports:
+            self._costs = {
+                keys.RECEIVED_BYTES: max(report["received_bytes"] for report in reports),
+                "push/seconds": max(report["seconds"] for report in reports),
+            }
+        if not self._is_linked:
+            self._link()
+        for engine in self._engines:
+            engine.receiving = engine.group.receive_weights(version)
+        received = [engine.receiving for engine in self._engines if engine.receiving is not None]
+        pushed = self._actor.push_weights(version)
+        pushed.inputs += received  # so that waits for the actor see an engine's failure
+        self._pushes = [pushed, *received]
+        self.queue.version = version
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics since the last call; costs of a push are those of the one before the last."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return {
+            "queue/complete": float(self.queue.num_complete),
+            "queue/unfinished": float(self.queue.num_unfinished),
+            "queue/wait_s": waited_s,
+            **self._costs,
+        }
+
+    # ---- weights ----
+
+    def _link(self) -> None:
+        """Link the engines to the actor, in place of any earlier link."""
+        config, actor = self._config, self._actor
+        address, port, names = actor.link_facts().get()[0]
+        # Engines on the same node follow one another, so that weights cross the network to it once.
+        groups = sorted((engine.group for engine in self._engines), key=lambda group: group.pool.nodes)
+        nodes = [*actor.pool.nodes, *(node for group in groups for node in group.pool.nodes)]
+        link = Link(
+            name=f"link {self._links}",
+            address=address,
+            port=port,
+            train=actor.topology.grid,
+            names=names,
+            engine=config.generation.parallel,
+            num_engines=len(groups),
+            nodes=NodeMap(tuple(len([*run]) for _, run in groupby(nodes))),
+            bucket_elements=config.bucket_elements,
+            verify=Verify(config.actor.verify),
+        )
+        self._links += 1
+        calls = [group.join_link(link, number) for number, group in enumerate(groups)]
+        joined = actor.join_link(link)
+        joined.inputs += calls
+        for call in [joined, *calls]:
+            call.get()
+        self._is_linked = True
+
+    # ---- responses ----
+
+    def _work_while(
+        self, step: int, condition: Callable[[], bool], others: Sequence[Future] = (), *, begins: bool = True
+    ) -> None:
+        """Keep the engines at work while a condition holds, which changes with their calls or with `others`.
+
+        `step` is the iteration, from 1. Without `begins`, engines get neither requests nor calls.
+        """
+        ended = list[list[int]]()
+        repeated = self._order.next_wait(step)
+        while condition() if repeated is None else len(ended) < len(repeated):
+            if begins:
+                self._begin()
+            places = self._next_ended(others) if repeated is None else repeated[len(ended)]
+            for engine in self._engines:
+                if engine.number in places:
+                    self.queue.record(engine.take_drawn())
+            ended.append(places)
+        self._order.record(Wait(step, ended))
+
+    def _next_ended(self, others: Sequence[Future]) -> list[int]:
+        """Wait for the end of a call; return the numbers of engines whose calls have ended, without those that died."""
+        calls = [engine.call for engine in self._engines if engine.call is not None]
+        wait_any([*calls, *(call for call in [*others, *self._pushes] if not call.poll())])
+        self._go_on_without_the_dead()
+        for call in self._pushes:
+            if call.failures:
+                call.wait()
+        return [engine.number for engine in self._engines if engine.has_news]
+
+    def _begin(self) -> None:
+        """Give requests and a call to every engine that has none in flight."""
+        unfinished = sum(len(engine.rollouts) for engine in self._engines)
+        share = math.ceil((unfinished + self.queue.num_admissible) / len(self._engines))
+        share = min(share, self._config.rollout.max_num_seqs)
+        for engine in self._engines:
+            if engine.call is None:
+                engine.begin(self.queue.admit(share - len(engine.rollouts)))
+                if engine.rollouts:
+                    engine.advance()
+
+    def _spread(self, rollouts: Sequence[Rollout]) -> None:
+        """Send responses to the engines in turn."""
+        for place, engine in enumerate(self._engines):
+            engine.begin(rollouts[place :: len(self._engines)])
+
+    def _columns(self, batch: Batch) -> TensorDict:
+        """Return the columns of a batch that the engines have drawn."""
+        width, rollouts = self._config.rollout.max_response_tokens, batch.rollouts
+        lengths = torch.tensor([len(rollout.tokens) for rollout in rollouts])
+        versions = padded([rollout.versions for rollout in rollouts], width, -1, torch.int32)
+        columns = {
+            "prompt_numbers": torch.tensor([rollout.number // self.queue.samples for rollout in rollouts]),
+            "response_lengths": lengths,
+            "response_tokens": padded([rollout.tokens for rollout in rollouts], width, 0, torch.int32),
+            "rollout_log_probs": padded([rollout.log_probs for rollout in rollouts], width, 0, torch.float32),
+            "versions": versions,
+            "fresh": fresh_tokens(versions, response_mask(lengths, width), batch.version, self.max_versions),
+        }
+        return TensorDict(columns, batch_size=[len(rollouts)])  # pyright: ignore[reportArgumentType]
+
+    # ---- faults ----
+
+    def _go_on_without_the_dead(self) -> None:
+        """Leave the requests of engines that have died to the others, and repeat a push in which they died.
+
+        Raises RankFailedError if no engine is left.
+        """
+        dead = [engine for engine in self._engines if engine.has_died]
+        if not dead:
+            return
+        if len(dead) == len(self._engines):
+            dead[0].raise_death()
+        pushes = [call for call in self._pushes if call.failures or not call.poll()]
+        self._engines = [engine for engine in self._engines if not engine.has_died]
+        self._is_linked = False
+        for engine in dead:
+            self._say(
+                f"warning: engine {engine.number} (pool {engine.group.pool.name}) has ended; the other"
+                f" {len(self._engines)} go on with its {len(engine.rollouts)} responses"
+            )
+        for call in pushes:  # those that waited for a dead engine fail as well
+            with contextlib.suppress(WorkerError):
+                call.wait()
+        orphans = [rollout for engine in dead for rollout in engine.end()]
+        self._pushes = []
+        if pushes:
+            self.update_weights(self.queue.version)
+        self._spread(orphans)

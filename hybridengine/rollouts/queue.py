@@ -1,0 +1,194 @@
+"""The queue of an asynchronous run: which prompts are begun, which responses are trained next, how old their tokens are.
+
+Prompts are numbered in the order in which they are begun, and each has `samples` responses with consecutive numbers.
+With B prompts per batch, prompt q is begun only while floor(q / B) <= v + eta, v the version of the engines' weights.
+Batch i is trained on weights of version i, and a token that weights of version v have drawn is then i - v versions old:
+
+    response    batch i has the prompts iB to (i + 1)B - 1: they were begun at i - eta or later, so no token is older than
+                eta; the trainer waits for the slowest of them
+    token       a batch has the B prompts whose responses were complete first; tokens older than eta are not trained on
+
+The gate alone is AReaL's (arXiv 2505.24298, section 5.1); with batches by completion, it bounds no token's age.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hybridengine.config.sections import StalenessSection
+from hybridengine.errors import CheckpointError, WorkerError
+from hybridengine.rollouts.drawn import Drawn
+
+SEED_STRIDES = (1_000_003, 65_537)
+"""Factors a, b of a response's seed = (run seed · a + step) · b + row; b is at least the rows per step, so seeds are
+unique within a run."""
+
+
+def first_seed(run_seed: int, step: int, rows_per_step: int) -> int:
+    """Return the seed of the first response of a step, counted from 1; the others have the integers that follow."""
+    return (run_seed * SEED_STRIDES[0] + step) * max(SEED_STRIDES[1], rows_per_step)
+
+
+@dataclass
+class Rollout:
+    """A response that was begun, with its tokens so far."""
+
+    number: int
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    has_ended: bool = False
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Responses that are trained together."""
+
+    version: int
+    """Version of the weights that they train."""
+    rollouts: tuple[Rollout, ...]
+    """The responses of each prompt in succession."""
+
+
+class RolloutQueue:
+    """Begun responses that no batch has yet.
+
+    Args:
+        samples: responses per prompt.
+        prompts_per_batch: prompts whose responses make a batch.
+        num_batches: batches of the run; prompts that no batch would have are not begun.
+    """
+
+    def __init__(
+        self, samples: int, prompts_per_batch: int, num_batches: int, staleness: StalenessSection
+    ) -> None:
+        self.samples, self.prompts_per_batch, self.num_batches = samples, prompts_per_batch, num_batches
+        self._staleness = staleness
+        self.version = 0
+        """Version of the engines' weights."""
+        self.num_taken = 0
+        """Number of batches taken so far, which is the version that the next one trains."""
+        self._next = 0
+        self._rollouts: dict[int, Rollout] = {}
+        self._complete: list[int] = []
+        """Prompts whose responses have all ended, in the order in which they did."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of begun responses that have not ended."""
+        return sum(not rollout.has_ended for rollout in self._rollouts.values())
+
+    @property
+    def num_complete(self) -> int:
+        """Number of responses that wait for the trainer with all others of their prompt."""
+        return len(self._complete) * self.samples
+
+    @property
+    def num_admissible(self) -> int:
+        """Number of responses that may be begun now."""
+        ahead = min(self.version + self._staleness.max_versions + 1, self.num_batches)
+        return ahead * self.prompts_per_batch * self.samples - self._next
+
+    def admit(self, most: int) -> list[Rollout]:
+        """Begin up to `most` responses, as far as the bound allows; return them."""
+        numbers = range(self._next, self._next + max(0, min(most, self.num_admissible)))
+        new = [Rollout(number) for number in numbers]
+        self._rollouts |= {rollout.number: rollout for rollout in new}
+        self._next += len(new)
+        return new
+
+    def record(self, drawn: Drawn) -> None:
+        """Add new tokens to their responses; WorkerError for a response that is not there or has ended."""
+        for number, has_ended, place in drawn.parts():
+            rollout = self._rollouts.get(number)
+            if rollout is None or rollout.has_ended:
+                raise WorkerError(
+                    f"an engine has drawn tokens of response {number}, which is not begun or has ended; this is a defect"
+                )
+            rollout.tokens += drawn.tokens[place].tolist()
+            rollout.log_probs += drawn.log_probs[place].tolist()
+            rollout.versions += drawn.versions[place].tolist()
+            rollout.has_ended = has_ended
+            prompt = number // self.samples
+            if has_ended and all(one.has_ended for one in self._of(prompt)):
+                self._complete.append(prompt)
+
+    def _of(self, prompt: int) -> list[Rollout]:
+        """Return the responses to a prompt; those that are not begun are missing numbers, which have not ended."""
+        numbers = range(prompt * self.samples, (prompt + 1) * self.samples)
+        return [self._rollouts.get(number) or Rollout(number) for number in numbers]
+
+    @property
+    def _next_prompts(self) -> Sequence[int]:
+        """Prompts of the next batch, as far as their responses have ended."""
+        if self._staleness.bound == "token":
+            return self._complete[: self.prompts_per_batch]
+        begin = self.num_taken * self.prompts_per_batch
+        return sorted({*range(begin, begin + self.prompts_per_batch)}.intersection(self._complete))
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the next batch is complete."""
+        return len(self._next_prompts) == self.prompts_per_batch
+
+    def take(self) -> Batch:
+        """Take the next batch out of the queue; call it if the queue is ready."""
+        prompts = self._next_prompts
+        assert len(prompts) == self.prompts_per_batch, "the queue is not ready"
+        self._complete = [prompt for prompt in self._complete if prompt not in prompts]
+        rollouts = tuple(rollout for prompt in prompts for rollout in self._of(prompt))
+        for rollout in rollouts:
+            del self._rollouts[rollout.number]
+        self.num_taken += 1
+        return Batch(self.num_taken - 1, rollouts)
+
+    def unfinished(self) -> list[Rollout]:
+        """Return the begun responses that have not ended, in the order of their numbers."""
+        return [rollout for _, rollout in sorted(self._rollouts.items()) if not rollout.has_ended]
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Return everything in the queue as arrays, for a checkpoint."""
+        rollouts = [rollout for _, rollout in sorted(self._rollouts.items())]
+        return {
+            "settings": np.array(
+                [self.samples, self.prompts_per_batch, self._staleness.max_versions], dtype=np.int64
+            ),
+            "counters": np.array([self.version, self.num_taken, self._next], dtype=np.int64),
+            "complete": np.array(self._complete, dtype=np.int64),
+            "numbers": np.array([rollout.number for rollout in rollouts], dtype=np.int64),
+            "lengths": np.array([len(rollout.tokens) for rollout in rollouts], dtype=np.int64),
+            "has_ended": np.array([rollout.has_ended for rollout in rollouts], dtype=bool),
+            "tokens": np.array([one for rollout in rollouts for one in rollout.tokens], dtype=np.int32),
+            "log_probs": np.array(
+                [one for rollout in rollouts for one in rollout.log_probs], dtype=np.float32
+            ),
+            "versions": np.array([one for rollout in rollouts for one in rollout.versions], dtype=np.int32),
+        }
+
+    def begin_at(self, version: int) -> None:
+        """Begin with the prompts that follow those of `version` batches."""
+        self.version = self.num_taken = version
+        self._next = version * self.prompts_per_batch * self.samples
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        """Go on with what `state` has returned; CheckpointError if other settings number or bound the responses."""
+        names = ("rollout.samples_per_prompt", "data.batch_size", "staleness.max_versions")
+        now = (self.samples, self.prompts_per_batch, self._staleness.max_versions)
+        for name, before, value in zip(names, state["settings"].tolist(), now, strict=True):
+            if value < before or (value != before and name != names[-1]):
+                raise CheckpointError(
+                    f"{name}={value} was {before} when the responses in flight were begun, and may"
+                    f" {'only rise' if name == names[-1] else 'not change'} in an asynchronous run; resume with {before}"
+                )
+        self.version, self.num_taken, self._next = state["counters"].tolist()
+        self._complete = state["complete"].tolist()
+        self._rollouts = {number: Rollout(number) for number in state["numbers"].tolist()}
+        ends = np.cumsum(state["lengths"]).tolist()
+        places = zip(state["lengths"].tolist(), ends, state["has_ended"].tolist(), strict=True)
+        for rollout, (length, end, has_ended) in zip(self._rollouts.values(), places, strict=True):
+            for name in ("tokens", "log_probs", "versions"):
+                setattr(rollout, name, state[name][end - length : end].tolist())
+            rollout.has_ended = has_ended

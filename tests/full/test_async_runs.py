@@ -1,0 +1,194 @@
+"""Asynchronous runs on real ranks: two that train, and two engines of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from hybridengine.cli.main import main
+from hybridengine.report import keys
+from hybridengine.report.step_rows import Row, latest_rows, read_rows
+from hybridengine.rollouts.engines import ORDER_FILE
+from tests.full.test_faults import COMMAND, killed_at_the_end
+from tests.full.tiny_runs import SECTIONS, value
+from tests.warm_workers import warm_program
+
+pytestmark = pytest.mark.timeout(900)
+
+STEPS, ETA = 6, 2
+ASYNCHRONOUS: dict[str, Any] = {
+    "run": {"steps": STEPS, "eval_every": 0, "seed": 7, "live": False},
+    "cluster": {
+        "ranks_per_node": [2],
+        "pools": {"engines": {"roles": ["generation"], "ranks_per_node": [2]}},
+    },
+    "actor": SECTIONS["actor"] | {"parallel": "1-2-1", "mini_batches": 1},
+    "reference": {"parallel": "1-1-2"},
+    "generation": {"steps_per_call": 2},
+    "staleness": {"max_versions": ETA},
+    "algorithm": {"name": "async_grpo", "correction": {"name": "token_tis"}},
+    "timeouts": {"call_s": 60},
+    "reward": SECTIONS["reward"] | {"timeout_s": 10},
+    "checkpoint": {"every": 2},
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: int
+    console: str
+    errors: str
+    folder: Path
+
+    @property
+    def rows(self) -> list[Row]:
+        """Last row of each training step."""
+        return latest_rows(read_rows(self.folder))[1:]
+
+    @property
+    def weights(self) -> bytes:
+        return (self.folder / "final/model.safetensors").read_bytes()
+
+
+class Runs:
+    """Runs of one configuration in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, name: str, *overrides: str, **sections: Any) -> Outcome:
+        out, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            status = main(["train", str(self.config(name, **sections)), *overrides])
+        return Outcome(status, out.getvalue(), errors.getvalue(), self._folder / "runs" / name)
+
+    def config(self, name: str, **sections: Any) -> Path:
+        file = self._folder / f"{name}.yaml"
+        without_critic = {key: section for key, section in SECTIONS.items() if key != "critic"}
+        written = without_critic | ASYNCHRONOUS | sections
+        written["run"] = written["run"] | {"folder": str(self._folder / "runs")}
+        file.write_text(yaml.safe_dump(written))
+        return file
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> Runs:
+    return Runs(tmp_path_factory.mktemp("async"))
+
+
+@pytest.fixture(scope="module")
+def resumed(runs: Runs, warm_ray: dict[str, str]) -> Outcome:
+    """A run whose controller, engines and trainers are killed after its third step, and that is resumed."""
+    folder = runs._folder / "runs/killed"
+    with killed_at_the_end(warm_program(COMMAND, "train", runs.config("killed")), warm_ray):
+        wait_for_rows(folder / "metrics.jsonl", 4)
+    assert not (folder / "final").exists()
+    outcome = runs("killed", "resume=auto")
+    assert outcome.status == 0, outcome.errors
+    return outcome
+
+
+def wait_for_rows(file: Path, number: int) -> None:
+    deadline = time.monotonic() + 300
+    while not (file.exists() and len(file.read_text().splitlines()) >= number):
+        assert time.monotonic() < deadline, f"{file} has not got {number} rows"
+        time.sleep(0.02)
+
+
+def test_a_repeated_order_of_calls_gives_the_weights_of_a_run_that_was_killed(
+    runs: Runs, resumed: Outcome
+) -> None:
+    """The run that repeats it is not disturbed; responses were in flight at the checkpoint."""
+    assert re.search(r"resuming after step [24]\b", resumed.console), resumed.console
+    order = resumed.folder / ORDER_FILE
+    again = runs("repeated", f"generation.replay={order}")
+    assert again.status == 0, again.errors
+    assert again.weights == resumed.weights
+    assert (again.folder / ORDER_FILE).read_text() == order.read_text()
+    calls = [
+        engine for line in order.read_text().splitlines() for ended in json.loads(line)[1] for engine in ended
+    ]
+    assert {0, 1} == set(calls)
+
+
+def test_no_token_is_trained_beyond_the_bound(resumed: Outcome) -> None:
+    assert [row[keys.STEP] for row in resumed.rows] == [*range(1, STEPS + 1)]
+    ages = [value(row, "staleness/age_mean") for row in resumed.rows]
+    assert ages[0] == 0 < max(ages)
+    for row in resumed.rows:
+        shares = [value(row, f"staleness/age_{age}_share") for age in range(ETA + 1)]
+        assert sum(shares) + value(row, "staleness/older_share") == pytest.approx(1)
+
+
+def test_each_engine_receives_the_model_once(resumed: Outcome) -> None:
+    model = load_file(resumed.folder / "final/model.safetensors")
+    num_bytes = sum(tensor.nbytes for tensor in model.values())
+    found = [value(row, keys.RECEIVED_BYTES) for row in resumed.rows if keys.RECEIVED_BYTES in row]
+    assert found and set(found) == {num_bytes}
+
+
+def test_engines_that_die_leave_their_responses_to_the_others(runs: Runs) -> None:
+    """The order of responses is that of the prompts, and no token is older than the bound."""
+    outcome = runs(
+        "lost",
+        algorithm={"name": "tests.full.async_faults:LosesEngine", "dies_in": "2 4"},
+        staleness={"max_versions": ETA, "bound": "response"},
+        cluster={
+            "ranks_per_node": [2],
+            "pools": {"engines": {"roles": ["generation"], "ranks_per_node": [3]}},
+        },
+    )
+    assert outcome.status == 0, outcome.errors + outcome.console
+    assert "warning: engine 0 (pool engines.0) has ended; the other 2 go on with its" in outcome.console
+    assert "warning: engine 1 (pool engines.1) has ended; the other 1 go on with its" in outcome.console
+    assert "starting the ranks again" not in outcome.console
+    assert [row[keys.STEP] for row in outcome.rows] == [*range(1, STEPS + 1)]
+    assert max(value(row, "staleness/age_max") for row in outcome.rows) <= ETA
+    assert {row["staleness/older_share"] for row in outcome.rows} == {0}
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_without_staleness_the_run_is_the_synchronous_one(runs: Runs, name: str) -> None:
+    """The same prompts, seeds and weights: engines compute in other batches, so that only roundings differ."""
+    run, correction = ASYNCHRONOUS["run"] | {"steps": 3}, {"name": "token_tis"}
+    critic = SECTIONS["critic"] | {"parallel": "1-1-2", "mini_batches": 1}
+    asynchronous = runs(
+        f"strict-{name}",
+        run=run,
+        critic=critic,
+        algorithm={"name": f"async_{name}", "correction": correction},
+        staleness={"max_versions": 0},
+    )
+    synchronous = runs(
+        f"synchronous-{name}",
+        run=run,
+        critic=critic,
+        algorithm={"name": name, "correction": correction},
+        cluster={"ranks_per_node": [2]},
+        staleness={},
+        generation={},
+    )
+    assert asynchronous.status == synchronous.status == 0, asynchronous.errors + synchronous.errors
+    for one, other in zip(asynchronous.rows, synchronous.rows, strict=True):
+        for name in (keys.REWARD_MEAN, keys.RESPONSE_TOKENS_MEAN, "rollout/entropy_mean", "actor/grad_norm"):
+            assert value(one, name) == pytest.approx(value(other, name), rel=1e-4), name
+        assert value(one, "staleness/age_max") == 0
+    expected = load_file(synchronous.folder / "final/model.safetensors")
+    for name, tensor in load_file(asynchronous.folder / "final/model.safetensors").items():
+        assert (tensor - expected[name]).abs().max() < 1e-4, name
+
+
+def test_engines_that_do_not_answer_end_the_run_by_name(runs: Runs) -> None:
+    outcome = runs("lonely", algorithm={"name": "tests.full.async_faults:LosesEngine", "dies_in": "1 2"})
+    assert outcome.status in (0, 1)
+    assert "starting the ranks again (1 of at most 3 times)" in outcome.console
