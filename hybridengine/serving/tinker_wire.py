@@ -144,7 +144,7 @@ def _row(number: int, row: pb.Datum, loss: str, facts: ModelFacts) -> LossRow:
         )
     columns = {
         name: _column(f"{place}.{name}", name, tensor, len(tokens_T), inputs.is_wide)
-        for name, tensor in row.loss_fn_inputs.items()
+        for name, tensor in sorted(row.loss_fn_inputs.items())  # a map of protobuf has no order
     }
     shape = columns[TARGETS].shape
     for name, column in columns.items():
