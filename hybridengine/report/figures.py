@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Literal
 
 import matplotlib
@@ -50,6 +51,7 @@ PHASES = {
     "update_actor": "#d55e00",
     "update_critic": "#eaaf80",
     "update_cost_critic": "#b07040",
+    "weights": "#e69f00",
     "update_weights": "#e69f00",
     "receive_weights": "#f3cf80",
     "advantages": "#332288",
@@ -210,15 +212,22 @@ def phase_colours(phases: Iterable[str]) -> dict[str, str]:
     }
 
 
-def draw_timeline(spans: Sequence[Span]) -> Drawing | None:
-    """Return a drawing of every rank's work in the last step, or None if no span belongs to a step."""
-    last = max((span.step for span in spans if span.step is not None), default=None)
-    if last is None:
-        return None
+def draw_timeline(
+    spans: Sequence[Span], steps: range | None = None, plot: Path | None = None
+) -> Drawing | None:
+    """Return a drawing of every rank's work in some steps, by default the last; None if no span belongs to them.
+
+    `plot` is a file to which the drawing is written as well.
+    """
+    if steps is None:
+        last = max((span.step for span in spans if span.step is not None), default=-1)
+        steps = range(last, last + 1)
     by_place: dict[tuple[str, int, str], list[Span]] = {}
     for span in spans:
-        if span.step == last:
+        if span.step is not None and span.step in steps:
             by_place.setdefault((span.pool, span.rank, span.node), []).append(span)
+    if not by_place:
+        return None
     places = sorted(by_place)[:MAX_RANKS]
     has_nodes = len({node for _, _, node in by_place}) > 1
     shown = [(row, span) for row, place in enumerate(places) for span in by_place[place]]
@@ -244,8 +253,11 @@ def draw_timeline(spans: Sequence[Span]) -> Drawing | None:
         ]
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
-        axes.set_xlabel(f"seconds of step {last}")
+        named = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+        axes.set_xlabel(f"seconds of {named}")
         canvas.legend(loc="outside lower center", ncols=8, frameon=False)
+        if plot is not None:
+            canvas.savefig(plot, dpi=130, metadata={"Date": None} if plot.suffix.lower() == ".svg" else None)
         note = "" if len(places) == len(by_place) else f"The first {len(places)} of {len(by_place)} ranks."
         return Drawing(_image(canvas), f"{len(shown)} bars in {len(places)} rows, one row per rank.", note)
 

@@ -100,10 +100,10 @@ def _text(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace")
 
 
-def render_page(run: RunRecord) -> str:
-    """Return the HTML of the page; all text from the run is escaped."""
+def render_page(run: RunRecord, steps: range | None = None) -> str:
+    """Return the HTML of the page, with the timeline of `steps`, by default the last; all text of the run is escaped."""
     drawn = {figure: draw_figure(figure, run.rows) for figure in FIGURES}
-    timeline = draw_timeline(run.timeline.spans)
+    timeline = draw_timeline(run.timeline.spans, steps)
     evaluations = _evaluations(run.samples)
     metrics_notes = list(run.notes.get(METRICS_FILE, ()))
     missing = [one.title for one, drawing in drawn.items() if drawing is None and not one.is_of_some]
@@ -112,7 +112,7 @@ def render_page(run: RunRecord) -> str:
     notes = {
         "figures": metrics_notes,
         "timeline": run.notes.get(TIMELINE_FILE)
-        or ([] if timeline else [f"{TIMELINE_FILE} has no spans yet."]),
+        or ([] if timeline else [f"{TIMELINE_FILE} has no spans{' of these steps' if steps else ' yet'}."]),
         "samples": [
             note for name, some in run.notes.items() if name.startswith(SAMPLES_FOLDER) for note in some
         ],

@@ -160,6 +160,11 @@ def test_the_timeline_has_a_row_per_rank_and_the_last_step(canvases: list[Any]) 
             boxes.add((collection.get_label(), (box.y0 + box.y1) / 2, box.x0, box.width))
     assert boxes == {("p", 0, 0.5, 2.5), ("p", 1, 0, 2), ("transfers", 1, 0, 0.5), ("p", 2, 3, 0)}
     assert draw_timeline([]) is None
+    assert draw_timeline(spans, range(5, 9)) is None
+    chosen = draw_timeline(spans, range(1, 2))
+    assert chosen is not None and chosen.description == "1 bars in 1 rows, one row per rank."
+    both = draw_timeline(spans, range(1, 3))
+    assert both is not None and canvases[-1].axes[0].get_xlabel() == "seconds of steps 1 to 2"
 
 
 def test_the_first_of_many_ranks_are_shown_with_their_nodes(canvases: list[Any]) -> None:
