@@ -369,6 +369,7 @@ def _files(config: RunConfig) -> Iterator[Conflict]:
         ("data.train_file", config.data.train_file),
         ("data.eval_file", config.data.eval_file),
         ("warmup.file", config.warmup and config.warmup.file),
+        ("generation.replay", config.generation.replay),
     ):
         if path is not None and not Path(path).is_file():
             yield Conflict(f"{key}={path} is not a file; {paths_hint(path)}", (key,))

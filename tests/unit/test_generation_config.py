@@ -13,6 +13,7 @@ from hybridengine.config.algorithm import Algorithm
 from hybridengine.drivers.async_grpo import AsyncGrpo
 from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.remax import Remax
+from hybridengine.errors import ConfigError
 from hybridengine.planning.simulation.bound_prices import relative_setting
 from hybridengine.training.dry_run import print_dry_run
 from tests.unit.test_config import problems_of
@@ -239,3 +240,10 @@ def test_the_70b_configuration(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert "3                     " in text and "configured, token" in text
     assert "both bounds are free (at most 2% masked or slower) from staleness.max_versions=3 on" in text
     assert "warning" not in text
+
+
+def test_an_order_of_calls_that_is_not_there_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^generation.replay=/no/calls.jsonl is not a file; name one that exists$"
+    ):
+        load_config(str(ROOT / "configs/async-grpo.yaml"), ["generation.replay=/no/calls.jsonl"])
