@@ -13,6 +13,9 @@ from hybridengine.data.datasets import PromptDataset, rows_after
 from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.rows.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
 
+RESPONSE_COLUMNS = ("response_lengths", "rollout_log_probs", "versions", "fresh")
+"""Columns of the responses that engines on other ranks have drawn."""
+
 
 class PromptReader:
     """The prompts of a run, read from its files when they are first needed."""
@@ -58,9 +61,13 @@ class PromptWorker:
         row_ids = rows_after(len(self._reader.training), batch_size, self._run.run.seed, num_drawn)
         return self._reader.training.rows([row_ids[number] for number in rows[ROW_NUMBERS].tolist()])
 
-    @register(PROTO_3D, ["prompt_numbers", "response_tokens", "response_lengths"], returns_rows=True)
+    @register(PROTO_3D, ["prompt_numbers", "response_tokens", *RESPONSE_COLUMNS], returns_rows=True)
     def sequences(self, rows: TensorDictBase) -> TensorDict:
-        """Return the numbered prompts with `tokens` [B, P + R]: each prompt and its response, padded at the end."""
+        """Return the numbered prompts with `tokens` [B, P + R], each prompt and its response, padded at the end.
+
+        Reads `prompt_numbers` [B] and `response_tokens` [B, R], and returns `RESPONSE_COLUMNS` as they are, so that other
+        groups read them from these ranks.
+        """
         prompts = self._reader.prompts(rows["prompt_numbers"].tolist())
         lengths, width = prompts["prompt_lengths"], rows["response_tokens"].size(1)
         padded = torch.nn.functional.pad(
@@ -69,7 +76,7 @@ class PromptWorker:
         places = lengths[:, None] + torch.arange(width)
         # right-padded prompts: a response begins where its prompt ends
         prompts["tokens"] = padded.scatter(1, places, rows["response_tokens"].long())
-        return prompts
+        return prompts.update(rows.select(*RESPONSE_COLUMNS))
 
     @register(PROTO_3D, [ROW_NUMBERS], returns_rows=True)
     def held_out_prompts(self, rows: TensorDictBase) -> TensorDict:

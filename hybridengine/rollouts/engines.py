@@ -29,7 +29,6 @@ from hybridengine.weights.executor import Verify
 from hybridengine.weights.link import Link
 
 ORDER_FILE, QUEUE_FILE = "calls.jsonl", "rollouts.safetensors"
-RESPONSE_COLUMNS = ("response_lengths", "rollout_log_probs", "versions", "fresh")
 
 
 class Engines:
@@ -100,8 +99,7 @@ class Engines:
         begun_s = time.monotonic()
         self._work_while(version + 1, lambda: not self.queue.is_ready)
         self._waited_s += time.monotonic() - begun_s
-        rows = Rows.of(self._columns(self.queue.take()))
-        return self._prompts.sequences(rows).union(rows.select(*RESPONSE_COLUMNS))
+        return self._prompts.sequences(Rows.of(self._columns(self.queue.take())))
 
     def work_until(self, *calls: Future) -> None:
         """Keep the engines at work until calls of other groups have ended."""
