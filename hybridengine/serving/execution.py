@@ -68,7 +68,7 @@ class Execution:
         self.ranks = ranks
         self.store = store
         self.folder = folder
-        self._has_gradients = False
+        self.has_gradients = False
         """True if gradients wait on the ranks for their optimizer step."""
         self._methods = {
             "create_model": self._create_model,
@@ -137,7 +137,7 @@ class Execution:
     def restore(self, model_id: str) -> None:
         """Give the ranks what a model had after its last request that was done: its checkpoint, and all changes since."""
         replay = self.store.replay(model_id)
-        self._has_gradients = False
+        self.has_gradients = False
         if replay.checkpoint is not None:
             self.ranks.load(Path(replay.checkpoint.folder), True)
         for request in replay.again:
@@ -214,13 +214,13 @@ class Execution:
 
     def _create_model(self, request: Request) -> Outcome:
         self.ranks.begin_model()
-        self._has_gradients = False
+        self.has_gradients = False
         return _json({"type": "create_model", "model_id": request.owner})
 
     def _forward_backward(self, request: Request) -> Outcome:
         decoded = decode_forward_backward(request.body, self.ranks.facts)
         passed = self.ranks.forward_backward(decoded.rows, decoded.loss, decoded.settings, decoded.backward)
-        self._has_gradients |= decoded.backward
+        self.has_gradients |= decoded.backward
         return Outcome(encode_passed(passed))
 
     def _optim_step(self, request: Request) -> Outcome:
@@ -228,10 +228,10 @@ class Execution:
         if not isinstance(adam, types.AdamParams):
             raise RequestError(f"optimizer_params type={adam.type!r} is not served; send adam_params")
         _check_adam(adam)
-        if not self._has_gradients:
+        if not self.has_gradients:
             raise RequestError("no gradients wait for an optim_step; send forward_backward before it")
         metrics = self.ranks.optim_step(adam)
-        self._has_gradients = False
+        self.has_gradients = False
         # a skipped step has no norm of gradients, and JSON no NaN
         return _json(
             {"metrics": {name: float(value) for name, value in metrics.items() if math.isfinite(value)}}
@@ -247,7 +247,7 @@ class Execution:
                 )
             request.folder = checkpoint.folder
         self.ranks.load(Path(request.folder), message.optimizer)
-        self._has_gradients = False
+        self.has_gradients = False
         return _json({"type": "load_weights", "path": message.path, "model_id": request.owner}, request)
 
     def _save_weights(self, request: Request) -> Outcome:

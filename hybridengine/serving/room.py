@@ -310,9 +310,10 @@ class Room:
 
     def _collect(self) -> list[str]:
         """Return all sampling requests, after a wait for those that arrive at the same time."""
-        end_s = time.monotonic() + self._limits.collect_s
+        limits, end_s = self._limits, time.monotonic() + self._limits.collect_s
+        quiet_s = limits.overlap_s if self._execution.has_gradients else limits.quiet_s
         while self._samples and not self._is_ending and (now_s := time.monotonic()) < end_s:
-            rest_s = self._sample_s + self._limits.quiet_s - now_s
+            rest_s = self._sample_s + quiet_s - now_s
             if rest_s <= 0 and not self._arriving:
                 break
             self._changed.wait(min(max(rest_s, POLL_S), end_s - now_s))

@@ -308,6 +308,22 @@ def test_samples_that_arrive_with_pauses_are_drawn_together(rooms: Rooms) -> Non
     assert ranks.calls == ["begin_model", "sample 3 live"]
 
 
+def test_samples_during_training_wait_longer_for_others_before_the_step(rooms: Rooms) -> None:
+    """A client that trains and samples at once means the weights before the step with all of its requests."""
+    ranks = TableRanks()
+    room = rooms.start(ranks, overlap_s=1.0, collect_s=60)
+    model = begin(room)
+    sampling = sampler(room, model, 1)
+    answer(room, room.submit(model, 2, "forward_backward", passing()))
+    early = room.submit(sampling, 0, "sample", prompt())
+    stepped = room.submit(model, 3, "optim_step", step(model))
+    time.sleep(0.4)  # forty times quiet_s
+    late = room.submit(sampling, 1, "sample", prompt())
+    answer(room, stepped)
+    assert answer(room, early) == answer(room, late)
+    assert ranks.calls == ["begin_model", "forward_backward", "sample 2 live", "optim_step"]
+
+
 def test_samples_wait_for_one_that_is_being_stored(rooms: Rooms) -> None:
     ranks = TableRanks()
     room = rooms.start(ranks, collect_s=60)
