@@ -47,8 +47,9 @@ class ProcessGroups:
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """Return the store of a group, which its members share."""
-    return distributed_c10d._world.pg_map[group][1]
+    """Return the store of a group, which its members share; once it is destroyed, that of the default world."""
+    known = distributed_c10d._world.pg_map.get(group)
+    return known[1] if known else distributed_c10d._get_default_store()
 
 
 def join_group(

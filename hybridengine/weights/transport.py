@@ -89,7 +89,7 @@ class PointToPointTransport:
     """Sends and receives tensors in order between ranks, over gloo or NCCL; every wait ends with the group's timeout."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.store = group, store_of(group)
+        self.group = group
         self.received_bytes = 0
         """Weight bytes received since the transport was created."""
         self.has_given_up = False
@@ -99,6 +99,11 @@ class PointToPointTransport:
         self.timeout_s = group._get_backend(self._meets_on).options._timeout.total_seconds()
         """Longest time that the group waits for a rank."""
         self._is_on_device = False
+
+    @property
+    def store(self) -> dist.Store:
+        """Store that the ranks of the group share."""
+        return store_of(self.group)
 
     @property
     def is_closed(self) -> bool:

@@ -20,7 +20,7 @@ from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.links import NodeMap
 from hybridengine.topology.sizes import TrainSizes
-from hybridengine.weights import failure_notes
+from hybridengine.weights import transport
 from hybridengine.weights.hybrid_engine import HybridEngine, Mode
 from hybridengine.weights.process_groups import ProcessGroups
 from tests.gloo import sharding_by_hand as by_hand
@@ -77,7 +77,7 @@ class Break:
         ports = [store.port if store else 0]
         dist.broadcast_object_list(ports, src=BROKEN_RANK)
         found = store or dist.TCPStore("127.0.0.1", ports[0], is_master=False)
-        return mock.patch.object(failure_notes, "_store", return_value=found)
+        return mock.patch.object(transport, "store_of", return_value=found)
 
     def __str__(self) -> str:
         where = f" bucket {self.bucket} step {self.step}" if self.stage in ("post", "arrived", "copy") else ""
