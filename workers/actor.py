@@ -71,15 +71,7 @@ class ActorWorker(TrainedWorker):
             folder,
             self.shape,
             generation,
-            EngineSettings(
-                max_model_tokens=run.max_tokens,
-                max_sequences=run.rollout.max_num_seqs,
-                kv_cache_bytes=run.rollout.kv_cache_bytes,
-                dtype=run.model.dtype,
-                seed=run.run.seed,
-                cuda_graphs=run.rollout.cuda_graphs,
-                tokenizer=tokenizer,
-            ),
+            EngineSettings.of(run, tokenizer),
             # Differs between nodes: across them, vLLM on a CPU uses torch.distributed as well.
             identity=f"hybridengine-{os.environ['MASTER_PORT']}-{context.node}",
         )

@@ -40,14 +40,7 @@ class GenerationWorker:
             folder,
             self._shape,
             GenerationGrid(context.topology.grid, run.generation.parallel),
-            EngineSettings(
-                max_model_tokens=run.max_tokens,
-                max_sequences=run.rollout.max_num_seqs,
-                kv_cache_bytes=run.rollout.kv_cache_bytes,
-                dtype=run.model.dtype,
-                seed=run.run.seed,
-                cuda_graphs=run.rollout.cuda_graphs,
-            ),
+            EngineSettings.of(run),
             identity=f"hybridengine-{os.environ['MASTER_PORT']}-{context.node}",
         )
         self._reader = PromptReader(run)
@@ -73,7 +66,7 @@ class GenerationWorker:
 
     @register(PROTO_3D, ["numbers", "prompt_numbers", "seeds", "drawn_tokens", "drawn_lengths"])
     def begin(self, rows: TensorDictBase) -> None:
-        """Queue a request for each row, which goes on after the tokens that were drawn before.
+        """Queue a request for each row; a response that already has tokens is continued.
 
         Reads `numbers` of the responses, `prompt_numbers`, `seeds` and `drawn_lengths` [B], and `drawn_tokens` [B, D].
         """

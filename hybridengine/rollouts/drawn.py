@@ -1,4 +1,4 @@
-"""What an engine has drawn in one call."""
+"""Tokens that an engine has drawn in one call."""
 
 from __future__ import annotations
 

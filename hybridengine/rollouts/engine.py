@@ -58,7 +58,7 @@ class PoolEngine:
         return self.call is not None and self.call.done()
 
     def begin(self, rollouts: Sequence[Rollout]) -> None:
-        """Queue responses, each of which goes on after its tokens so far."""
+        """Queue responses; those that already have tokens are continued."""
         if not rollouts:
             return
         config, rows_per_step = self._config, self._config.rows_per_step

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridengine.config import RunConfig
 from hybridengine.topology.generation import GenerationGrid
 
 MAX_BATCHED_TOKENS = 8192
@@ -35,6 +36,19 @@ class EngineSettings:
     """Capture CUDA graphs; weights then use vLLM's sleep mode, because their addresses must not change."""
     tokenizer: str | None = None
     """Tokenizer folder, required for stop strings; None for an engine that only handles tokens."""
+
+    @classmethod
+    def of(cls, run: RunConfig, tokenizer: str | None = None) -> EngineSettings:
+        """Return the settings of a run's engines."""
+        return cls(
+            max_model_tokens=run.max_tokens,
+            max_sequences=run.rollout.max_num_seqs,
+            kv_cache_bytes=run.rollout.kv_cache_bytes,
+            dtype=run.model.dtype,
+            seed=run.run.seed,
+            cuda_graphs=run.rollout.cuda_graphs,
+            tokenizer=tokenizer,
+        )
 
 
 def build_llm(
