@@ -351,8 +351,10 @@ class ServeSection(Section):
     """SQLAlchemy URL of the database; by default, an SQLite file in the run's folder."""
     model_name: str | None = None
     """Name that clients give as `base_model`; by default, the model's folder."""
+    kept_steps: Annotated[int, Field(ge=0)] = 4
+    """Number of past steps whose weights are kept on disk for their samplers, which a script may use while it trains."""
     newest_sampler: bool = False
-    """Let samplers of a model that has stepped since sample from its newest weights, instead of refusing them."""
+    """Let samplers whose weights are not kept any more sample from the newest weights, instead of refusing them."""
     reference: bool = False
     """Hold the base model on the ranks as the role reference too, which answers its log-probs; see section reference."""
     wait_s: Seconds = 600.0

@@ -9,7 +9,7 @@ import re
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from tinker import types
 from hybridengine.algorithms.losses.client_inputs import FLOAT32_MAX, FLOAT32_TINY
 from hybridengine.errors import HybridEngineError, RanksLostError, RequestError
 from hybridengine.serving.ranks import Prompt, Ranks, Weights
-from hybridengine.serving.store import Base, Checkpoint, Model, Request, Sampler, Store
+from hybridengine.serving.store import KEPT, Base, Checkpoint, Model, Request, Sampler, Store
 from hybridengine.serving.tinker_wire import (
     decode_forward_backward,
     decode_prompt,
@@ -68,8 +68,7 @@ class Execution:
         self.ranks = ranks
         self.store = store
         self.folder = folder
-        self.has_gradients = False
-        """True if gradients wait on the ranks for their optimizer step."""
+        self._has_gradients = False  # gradients wait on the ranks for their optimizer step
         self._methods = {
             "create_model": self._create_model,
             "forward": self._forward_backward,
@@ -134,10 +133,32 @@ class Execution:
             self.store.add(sampler)
         return key
 
+    def keep_weights(self, model_id: str, num_kept: int) -> bool:
+        """Save a model's weights, which are about to change, if a sampler is frozen at their step; return whether it did.
+
+        The client may sample from them while it trains. Those of the `num_kept` newest steps are kept.
+        """
+        model = self.store.get(Model, model_id)
+        if not num_kept or not self.store.has_samplers(model):
+            return False
+        folder = self._folder(model_id, KEPT, f"step-{model.step:06d}")
+        try:
+            self._write(folder, self.ranks.save_sampler)
+        except RanksLostError:
+            raise
+        except Exception:  # samplers are refused by name if they are used after all
+            logger.warning(
+                "the weights of step %d of model %s are not kept", model.step, model_id, exc_info=True
+            )
+            return False
+        kept = self._saved(folder, KEPT, f"tinker://{model_id}/{KEPT}/{folder.name}", model)
+        self.store.keep(kept, num_kept)
+        return True
+
     def restore(self, model_id: str) -> None:
         """Give the ranks what a model had after its last request that was done: its checkpoint, and all changes since."""
         replay = self.store.replay(model_id)
-        self.has_gradients = False
+        self._has_gradients = False
         if replay.checkpoint is not None:
             self.ranks.load(Path(replay.checkpoint.folder), True)
         for request in replay.again:
@@ -197,30 +218,31 @@ class Execution:
             return "live"
         if sampler.folder is not None:
             saved = self.store.find(Checkpoint, sampler.folder)
-            if saved is None or saved.gone:
+            if saved is not None and not saved.gone:
+                return Path(sampler.folder)
+            if sampler.checkpoint is not None:
                 raise RequestError(
                     f"sampler {sampler.id} holds weights of {sampler.checkpoint} that have been deleted or have expired;"
                     " create a sampling client from another checkpoint"
                 )
-            return Path(sampler.folder)
         if live is not None and newest:
             return "live"
         held = "newest weights" if sampler.step is None else f"weights of step {sampler.step}"
         now = f"is at step {live.step}" if live else f"{sampler.model_id} no longer holds the ranks"
         raise RequestError(
-            f"sampler {sampler.id} holds the {held}, the model {now}; save a new sampler, or save weights under a"
-            " name and sample from that checkpoint"
+            f"sampler {sampler.id} holds the {held}, which are no longer kept: the model {now}; save a new sampler,"
+            " save weights under a name and sample from that checkpoint, or raise the server's serve.kept_steps"
         )
 
     def _create_model(self, request: Request) -> Outcome:
         self.ranks.begin_model()
-        self.has_gradients = False
+        self._has_gradients = False
         return _json({"type": "create_model", "model_id": request.owner})
 
     def _forward_backward(self, request: Request) -> Outcome:
         decoded = decode_forward_backward(request.body, self.ranks.facts)
         passed = self.ranks.forward_backward(decoded.rows, decoded.loss, decoded.settings, decoded.backward)
-        self.has_gradients |= decoded.backward
+        self._has_gradients |= decoded.backward
         return Outcome(encode_passed(passed))
 
     def _optim_step(self, request: Request) -> Outcome:
@@ -228,10 +250,10 @@ class Execution:
         if not isinstance(adam, types.AdamParams):
             raise RequestError(f"optimizer_params type={adam.type!r} is not served; send adam_params")
         _check_adam(adam)
-        if not self.has_gradients:
+        if not self._has_gradients:
             raise RequestError("no gradients wait for an optim_step; send forward_backward before it")
         metrics = self.ranks.optim_step(adam)
-        self.has_gradients = False
+        self._has_gradients = False
         # a skipped step has no norm of gradients, and JSON no NaN
         return _json(
             {"metrics": {name: float(value) for name, value in metrics.items() if math.isfinite(value)}}
@@ -247,7 +269,7 @@ class Execution:
                 )
             request.folder = checkpoint.folder
         self.ranks.load(Path(request.folder), message.optimizer)
-        self.has_gradients = False
+        self._has_gradients = False
         return _json({"type": "load_weights", "path": message.path, "model_id": request.owner}, request)
 
     def _save_weights(self, request: Request) -> Outcome:
@@ -285,25 +307,37 @@ class Execution:
         if not overwrite and self.store.checkpoint(path) is not None:
             remedy = "delete it first" if kind == "sampler" else "save with overwrite=true"
             raise RequestError(f"checkpoint {path} exists; choose another name, or {remedy}")
-        folder = self.folder / request.owner.replace(":", "-") / part / f"{name}-seq{request.seq_id:06d}"
+        folder = self._folder(request.owner, part, f"{name}-seq{request.seq_id:06d}")
+        self._write(folder, self.ranks.save if kind == "training" else self.ranks.save_sampler)
+        saved = self._saved(folder, kind, path, self.store.get(Model, request.owner))
+        saved.seq_id = request.seq_id
+        saved.expires_s = None if ttl_s is None else time.time() + ttl_s
+        return saved
+
+    def _folder(self, model_id: str, part: str, name: str) -> Path:
+        return self.folder / model_id.replace(":", "-") / part / name
+
+    def _write(self, folder: Path, write: Callable[[Path], None]) -> None:
+        """Have the ranks write `folder`, which is complete once it exists."""
         partial = folder.with_name(f".{folder.name}.partial")
         for remains in (partial, folder):
             shutil.rmtree(remains, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        (self.ranks.save if kind == "training" else self.ranks.save_sampler)(partial)
+        write(partial)
         partial.rename(folder)
-        model = self.store.get(Model, request.owner)
+
+    def _saved(self, folder: Path, kind: str, path: str, model: Model) -> Checkpoint:
+        """Return the row of what has been saved of a model after its last request."""
         return Checkpoint(
             path=path,
             folder=str(folder),
             kind=kind,
             model_id=model.id,
             base_model=model.base_model,
-            seq_id=request.seq_id,
+            seq_id=model.seq_id,
             step=model.step,
             resumable=not model.gradients,
             created_s=time.time(),
-            expires_s=None if ttl_s is None else time.time() + ttl_s,
         )
 
 

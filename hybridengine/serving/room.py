@@ -24,6 +24,7 @@ from hybridengine.serving.store import (
     CHANGES,
     POISONED,
     QUEUED,
+    STEPS,
     WAITING,
     Checkpoint,
     ClientSession,
@@ -50,7 +51,8 @@ class Room:
     known by its owner and `seq_id`: a retry gets the first one's result. Ranks that are lost are started again
     (`Restarts`), and the request in which they were is carried out again, unless it may be the cause itself.
 
-    With `newest`, a sampler of a model that has stepped since gets the newest weights and is not refused.
+    A sampler keeps to the step at which it was made: before weights change, those that a sampler means are saved, and
+    those of the `kept_steps` newest steps kept. Older ones are refused, or, with `newest`, get the newest weights.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Room:
         folder: Path,
         limits: Limits | None = None,
         *,
+        kept_steps: int = 0,
         newest: bool = False,
         max_restarts: int = 0,
     ) -> None:
@@ -73,7 +76,7 @@ class Room:
         self.results = Results(store)
         self._limits = limits or Limits()
         self._restarts = Restarts(ranks, max_restarts)
-        self._newest = newest
+        self._kept_steps, self._newest = kept_steps, newest
         # guards what follows, and is not held during calls of the ranks
         self._changed = threading.Condition()
         self._closing = False
@@ -311,9 +314,8 @@ class Room:
     def _collect(self) -> list[str]:
         """Return all sampling requests, after a wait for those that arrive at the same time."""
         limits, end_s = self._limits, time.monotonic() + self._limits.collect_s
-        quiet_s = limits.overlap_s if self._execution.has_gradients else limits.quiet_s
         while self._samples and not self._is_ending and (now_s := time.monotonic()) < end_s:
-            rest_s = self._sample_s + quiet_s - now_s
+            rest_s = self._sample_s + limits.quiet_s - now_s
             if rest_s <= 0 and not self._arriving:
                 break
             self._changed.wait(min(max(rest_s, POLL_S), end_s - now_s))
@@ -349,6 +351,8 @@ class Room:
         if request.state != QUEUED:  # its session has ended meanwhile
             return
         try:
+            if request.kind in STEPS and self._execution.keep_weights(request.owner, self._kept_steps):
+                self._upkeep_s = -math.inf  # an older folder may go
             outcome = self._execution.carry_out(request)
         except Exception as error:  # the server stays; the client of this model learns of it
             if not self._restarts.is_first(request_id, error):
@@ -387,7 +391,7 @@ class Room:
                         transaction.execute(hide(row.path))
                         self._upkeep_s = -math.inf  # a restart may need fewer folders now
                     transaction.merge(row)
-                if request.kind in ("optim_step", "load_weights"):
+                if request.kind in STEPS:
                     model.step += 1
                 if request.kind in CHANGES:
                     model.gradients = request.kind == "forward_backward"

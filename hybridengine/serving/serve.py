@@ -76,6 +76,7 @@ def serve(config: RunConfig) -> None:
             ends.enter_context(contextlib.closing(_store(section, config.run_folder))),
             config.run_folder / "checkpoints",
             Limits(turn_s=section.wait_s),
+            kept_steps=section.kept_steps,
             newest=section.newest_sampler,
             max_restarts=config.faults.max_restarts,
         )

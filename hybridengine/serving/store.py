@@ -20,6 +20,10 @@ QUEUED, DONE, FAILED = "queued", "done", "failed"
 WAITING, LIVE, POISONED, ENDED = "waiting", "live", "poisoned", "ended"
 CHANGES = ("create_model", "forward_backward", "optim_step", "load_weights")
 """Kinds of requests that change weights, gradients or optimizer, and so are carried out again after a restart."""
+STEPS = ("optim_step", "load_weights")
+"""Those that change weights."""
+KEPT = "kept"
+"""Kind of a checkpoint that the server has made for samplers of a step that is over."""
 
 
 class Base(DeclarativeBase):
@@ -84,7 +88,7 @@ class Sampler(Base):
     checkpoint: Mapped[str | None]
     """Path of the checkpoint whose weights are meant, for clients."""
     folder: Mapped[str | None]
-    """Folder of that checkpoint: its path may get another one."""
+    """Folder of that checkpoint: its path may get another one. With no checkpoint, that of the kept weights."""
 
 
 class Request(Base):
@@ -114,7 +118,7 @@ class Request(Base):
 
 
 class Checkpoint(Base):
-    """Saved weights, of the kind "training" (with optimizer) or "sampler"."""
+    """Saved weights, of the kind "training" (with optimizer), "sampler" or `KEPT`, which clients do not see."""
 
     __tablename__ = "checkpoints"
     folder: Mapped[str] = mapped_column(primary_key=True)
@@ -274,6 +278,28 @@ class Store:
         """Return the checkpoint that clients see at a path."""
         return next(iter(self.all(select(Checkpoint).where(Checkpoint.path == path, *_seen()))), None)
 
+    def keep(self, checkpoint: Checkpoint, num_kept: int) -> None:
+        """Add weights of a step for its samplers; those of all but the `num_kept` newest steps of the model are gone."""
+        frozen = (
+            Sampler.model_id == checkpoint.model_id,
+            Sampler.step == checkpoint.step,
+            Sampler.folder.is_(None),
+        )
+        of_model = select(Checkpoint).where(
+            Checkpoint.kind == KEPT, Checkpoint.model_id == checkpoint.model_id
+        )
+        with self.transaction() as transaction:
+            transaction.merge(checkpoint)
+            transaction.flush()
+            transaction.execute(sqlalchemy.update(Sampler).where(*frozen).values(folder=checkpoint.folder))
+            for old in transaction.scalars(of_model.order_by(Checkpoint.step.desc()).offset(num_kept)):
+                old.gone = True
+
+    def has_samplers(self, model: Model) -> bool:
+        """Return whether a sampler is frozen at a model's step without a checkpoint of its weights."""
+        frozen = (Sampler.model_id == model.id, Sampler.step == model.step, Sampler.folder.is_(None))
+        return bool(self.all(select(Sampler).where(*frozen).limit(1)))
+
     def replay(self, model_id: str) -> Replay:
         """Return how a restart restores what the ranks held after the last request of a model that was carried out."""
         base = self._restart_point(model_id)
@@ -295,6 +321,8 @@ class Store:
     def prune(self, before_s: float) -> Sequence[Checkpoint]:
         """Remove results and bodies of requests done before that time, and checkpoints that are gone; return the latter.
 
+        Weights that were kept before that time for samplers of a model that is no longer live are gone as well.
+
         Guarantees: what a restart needs of a live model stays.
         """
         live = self.live_model()
@@ -307,7 +335,12 @@ class Store:
             transaction.execute(sqlalchemy.update(Request).where(*old).values(result=None))
             transaction.execute(sqlalchemy.update(Request).where(*old, ~needed).values(body=b""))
             expired = Checkpoint.expires_s < time.time()
-            transaction.execute(sqlalchemy.update(Checkpoint).where(expired).values(gone=True))
+            unused = sqlalchemy.and_(
+                Checkpoint.kind == KEPT,
+                Checkpoint.model_id != (live.id if live else ""),
+                Checkpoint.created_s < before_s,
+            )
+            transaction.execute(sqlalchemy.update(Checkpoint).where(expired | unused).values(gone=True))
             loaded = transaction.scalars(select(Request.folder).where(needed, Request.folder.is_not(None)))
             kept = {*loaded, *([base.folder] if base else [])}
             gone = transaction.scalars(select(Checkpoint).where(Checkpoint.gone)).all()
@@ -320,7 +353,7 @@ class Store:
 def _seen() -> tuple[sqlalchemy.ColumnElement[bool], ...]:
     """Return the conditions under which clients see a checkpoint."""
     expires_s = Checkpoint.expires_s
-    return ~Checkpoint.gone, expires_s.is_(None) | (expires_s > time.time())
+    return ~Checkpoint.gone, Checkpoint.kind != KEPT, expires_s.is_(None) | (expires_s > time.time())
 
 
 def hide(path: str) -> sqlalchemy.Update:

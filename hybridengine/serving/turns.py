@@ -34,8 +34,6 @@ class Limits:
     """Longest wait of a model for the ranks."""
     quiet_s: float = 0.05
     """Time without a new sampling request after which those that are there are carried out together."""
-    overlap_s: float = 0.5
-    """The same while gradients wait: who samples during training means the weights before the step, which follows."""
     collect_s: float = 1.0
     """Longest wait for more sampling requests."""
     keep_results_s: float = 3600.0

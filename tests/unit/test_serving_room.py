@@ -30,13 +30,22 @@ class Rooms:
         self.store = Store(f"sqlite:///{folder}/server.db")
         self.room: Room | None = None
 
-    def start(self, ranks: Ranks, *, newest: bool = False, max_restarts: int = 0, **limits: float) -> Room:
+    def start(
+        self,
+        ranks: Ranks,
+        *,
+        kept_steps: int = 0,
+        newest: bool = False,
+        max_restarts: int = 0,
+        **limits: float,
+    ) -> Room:
         self.stop()
         self.room = Room(
             ranks,
             self.store,
             self.folder,
             Limits(**{"quiet_s": 0.01} | limits),
+            kept_steps=kept_steps,
             newest=newest,
             max_restarts=max_restarts,
         )
@@ -225,7 +234,8 @@ def test_a_client_without_heartbeats_loses_the_ranks(rooms: Rooms) -> None:
     ):
         room.submit(model, 2, "optim_step", step(model))
     with pytest.raises(
-        RequestError, match=f"the model {model} no longer holds the ranks; save a new sampler"
+        RequestError,
+        match=f"no longer kept: the model {model} no longer holds the ranks; save a new sampler",
     ):
         answer(room, room.submit(sampling, 0, "sample", prompt()))
     room.finish(second.partition(":")[0])
@@ -243,7 +253,10 @@ def test_samplers_that_move_with_the_model(rooms: Rooms) -> None:
     answer(room, room.submit(model, 4, "optim_step", step(model)))
     assert answer(room, room.submit(inflight, 0, "sample", prompt()))
     stale = room.submit(snapshot, 0, "sample", prompt())
-    with pytest.raises(RequestError, match="holds the weights of step 0, the model is at step 1; save a new"):
+    with pytest.raises(
+        RequestError,
+        match="weights of step 0, which are no longer kept: the model is at step 1; save a new",
+    ):
         answer(room, stale)
     room = rooms.start(TableRanks(), newest=True)
     assert answer(room, room.submit(snapshot, 1, "sample", prompt()))
@@ -306,22 +319,6 @@ def test_samples_that_arrive_with_pauses_are_drawn_together(rooms: Rooms) -> Non
         time.sleep(pause_s)
     assert answer(room, requests[0]) == answer(room, requests[1]) == answer(room, requests[2])
     assert ranks.calls == ["begin_model", "sample 3 live"]
-
-
-def test_samples_during_training_wait_longer_for_others_before_the_step(rooms: Rooms) -> None:
-    """A client that trains and samples at once means the weights before the step with all of its requests."""
-    ranks = TableRanks()
-    room = rooms.start(ranks, overlap_s=1.0, collect_s=60)
-    model = begin(room)
-    sampling = sampler(room, model, 1)
-    answer(room, room.submit(model, 2, "forward_backward", passing()))
-    early = room.submit(sampling, 0, "sample", prompt())
-    stepped = room.submit(model, 3, "optim_step", step(model))
-    time.sleep(0.4)  # forty times quiet_s
-    late = room.submit(sampling, 1, "sample", prompt())
-    answer(room, stepped)
-    assert answer(room, early) == answer(room, late)
-    assert ranks.calls == ["begin_model", "forward_backward", "sample 2 live", "optim_step"]
 
 
 def test_samples_wait_for_one_that_is_being_stored(rooms: Rooms) -> None:

@@ -212,7 +212,8 @@ def test_a_sampler_is_frozen(server: Server, ranks: TableRanks) -> None:
         model.optim_step(types.AdamParams(learning_rate=1.0)).result()
 
         with pytest.raises(
-            tinker.RequestFailedError, match=r"weights of step 1, the model is at step 2"
+            tinker.RequestFailedError,
+            match=r"weights of step 1, which are no longer kept: the model is at step 2",
         ) as caught:
             frozen.sample(PROMPT, 1, params).result()
         assert caught.value.category == "user"
