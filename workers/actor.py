@@ -27,6 +27,7 @@ from hybridengine.families.family import NameSet
 from hybridengine.importing import import_object
 from hybridengine.reshard.compiler import compile_plan
 from hybridengine.reshard.domains import domains
+from hybridengine.rollouts.drawn import Drawn
 from hybridengine.rows.micro_batches import SEQUENCE_COLUMNS, cut_rows
 from hybridengine.rows.protocols import (
     ONE_TO_ALL,
@@ -45,6 +46,7 @@ from hybridengine.weights.link import Link
 from hybridengine.weights.storage import WeightStorage
 from hybridengine.weights.transport import PointToPointTransport
 from workers.model_worker import TrainedWorker
+from workers.rollouts import ROLLOUT_COLUMNS, EngineRollouts
 
 
 class ActorWorker(TrainedWorker):
@@ -91,6 +93,7 @@ class ActorWorker(TrainedWorker):
             verify=Verify(run.actor.verify),
             resume_from=str(folder),
         )
+        self._rollouts = EngineRollouts(run, self._engine, stop_token_ids)
         self._push: WeightPush | None = None
         self._version = 0
         """Version of the weights, as engines on other ranks know it."""
@@ -295,6 +298,28 @@ class ActorWorker(TrainedWorker):
         assert self._push is not None, "join_link comes first"
         self._version = version
         return self._push.push().as_dict()
+
+    @register(ONE_TO_ALL)
+    def join_engines(self) -> None:
+        """Switch, and draw responses as the engines on other ranks do, until `leave_engines`."""
+        self.hybrid.to_generate()
+        self._engine.weights_changed(self._version, keep_kv=True)
+
+    @register(ONE_TO_ALL)
+    def leave_engines(self) -> None:
+        """Drop all responses and switch back."""
+        self._rollouts.withdraw()
+        self.hybrid.to_train()
+
+    @register(PROTO_3D_ALL_MICRO_DP, ROLLOUT_COLUMNS)
+    def begin(self, rows: TensorDictBase) -> None:
+        """Queue responses (`EngineRollouts.begin`), each on one replica of the engine."""
+        self._rollouts.begin(rows)
+
+    @register(PROTO_3D_ALL_MICRO_DP)
+    def advance(self, num_steps: int) -> Drawn:
+        """Take up to `num_steps` engine steps (`EngineRollouts.advance`)."""
+        return self._rollouts.advance(num_steps)
 
     @register(ONE_TO_ALL)
     def export_model(self, folder: str, companions: str) -> None:

@@ -126,6 +126,15 @@ def grpo(
     return centred_B.to(scores_B.dtype)
 
 
+def has_equal_scores(scores: Tensor, dropped: Tensor) -> bool:
+    """Return whether the rows of a group have no advantages: all scores, but of rows that are dropped, are the same.
+
+    Shapes: scores [n], dropped bool [n].
+    Source: DAPO, arXiv 2503.14476, section 3.2.
+    """
+    return scores[~dropped].unique().numel() <= 1
+
+
 @torch.no_grad()
 def rloo(
     scores_B: Tensor, groups_B: Tensor, keep_B: Tensor | None = None, across: Across = ONE_PROCESS

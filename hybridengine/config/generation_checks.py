@@ -19,6 +19,12 @@ def generation_conflicts(config: RunConfig) -> Iterator[Conflict]:
         return
     yield from _pool(config)
     yield from _on_policy(config)
+    if (tries := config.generation.max_tries) > 1 and config.rollout.samples_per_prompt == 1:
+        yield Conflict(
+            f"generation.max_tries={tries} drops prompts whose responses all have the same score, and with"
+            " rollout.samples_per_prompt=1 those are all; choose at least 2, or leave max_tries out",
+            ("generation.max_tries", "rollout.samples_per_prompt"),
+        )
 
 
 def _unread(config: RunConfig) -> Iterator[Conflict]:

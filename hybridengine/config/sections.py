@@ -255,6 +255,11 @@ class GenerationSection(Section):
     """At new weights, running requests keep the keys and values of older weights, or recompute them."""
     steps_per_call: Count = 16
     """Engine steps, of one token per request, between two calls: new weights and requests come between calls."""
+    actor: bool = False
+    """Let the actor's ranks generate as well while they would wait for a batch, after a switch in place."""
+    max_tries: Count = 1
+    """Prompts that may be tried per place in a batch. Above 1, those whose responses all have the same score are dropped
+    for others (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2), until the tries of a batch are used up."""
     replay: PathText | None = None
     """File calls.jsonl of a run with the same configuration, whose order of calls is repeated bit for bit."""
 

@@ -21,6 +21,11 @@ from hybridengine.rollouts.queue import Rollout, first_seed
 class PoolEngine:
     """An engine with a pool of its own, of the number `number` in the run."""
 
+    unit = 1
+    """Responses are begun in multiples of this number."""
+    is_leaving = False
+    """True if it gets no more responses and calls."""
+
     def __init__(self, config: RunConfig, group: WorkerGroup, number: int) -> None:
         self.number, self.group = number, group
         self.rollouts: dict[int, Rollout] = {}
@@ -85,21 +90,22 @@ class PoolEngine:
         with self._notices_death():
             self.call = self.group.advance(self._config.generation.steps_per_call)
 
-    def take_drawn(self) -> Drawn:
-        """Return what the call has drawn; wait for its end; raise WorkerError as `Future.get` does."""
+    def take_drawn(self) -> Sequence[Drawn]:
+        """Return what the call has drawn, of each replica; wait for its end; raise WorkerError as `Future.get` does."""
         assert self.call is not None, "an engine is given a call before it ends"
-        (drawn,) = self.call.get()
+        drawn: Sequence[Drawn] = self.call.get()
         self.call = None
-        for number, has_ended, _ in drawn.parts():
+        for number, has_ended, _ in (part for one in drawn for part in one.parts()):
             if has_ended:
                 del self.rollouts[number]
         return drawn
 
-    def withdraw(self) -> None:
-        """Drop all requests."""
+    def withdraw(self, count: int) -> list[Rollout]:
+        """Drop the last `count` responses that were begun; return them."""
+        numbers = [*self.rollouts][len(self.rollouts) - count :]
         with self._notices_death():
-            self.group.withdraw()
-        self.rollouts.clear()
+            self.group.withdraw(numbers)
+        return [self.rollouts.pop(number) for number in numbers]
 
     def raise_death(self) -> NoReturn:
         """Raise the error of the process that has ended."""
@@ -112,6 +118,29 @@ class PoolEngine:
     def end(self) -> list[Rollout]:
         """End the processes that are left of a dead engine; return the responses that others go on with."""
         self.group.pool.close()
+        return list(self.rollouts.values())
+
+
+class ActorEngine(PoolEngine):
+    """The actor's own engine, which draws while the actor would wait for a batch."""
+
+    def __init__(self, config: RunConfig, actor: WorkerGroup, number: int) -> None:
+        super().__init__(config, actor, number)
+        self.unit = config.generation_grid.num_replicas
+        self.group.join_engines()
+
+    @contextlib.contextmanager
+    def _notices_death(self) -> Iterator[None]:
+        """Let errors pass: the trainer dies with this engine."""
+        yield
+
+    @property
+    def has_died(self) -> bool:
+        return False
+
+    def end(self) -> list[Rollout]:
+        """Give the ranks back to the trainer; return the responses that others go on with."""
+        self.group.leave_engines()
         return list(self.rollouts.values())
 
 

@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Protocol, cast
 
 import torch
 from safetensors.numpy import load_file, save_file
 from tensordict import TensorDict
 
+from hybridengine.algorithms.advantages import has_equal_scores
 from hybridengine.algorithms.masking import response_mask
 from hybridengine.algorithms.staleness import fresh_tokens
 from hybridengine.config import RunConfig
@@ -21,14 +23,27 @@ from hybridengine.controller.rows import Rows
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.errors import WorkerError
 from hybridengine.report import keys
-from hybridengine.rollouts.engine import PoolEngine, padded
+from hybridengine.rollouts.engine import ActorEngine, PoolEngine, padded
 from hybridengine.rollouts.order import CallOrder, Wait
-from hybridengine.rollouts.queue import Batch, Rollout, RolloutQueue
+from hybridengine.rollouts.queue import Rollout, RolloutQueue
 from hybridengine.topology.links import NodeMap
 from hybridengine.weights.executor import Verify
 from hybridengine.weights.link import Link
 
 ORDER_FILE, QUEUE_FILE = "calls.jsonl", "rollouts.safetensors"
+
+
+class Scorers(Protocol):
+    """Groups that score responses (`drivers.roles.Scorers`)."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks in the largest group."""
+        ...
+
+    def compute_scores(self, rollout: Rows) -> Rows:
+        """Return `scores` and `dropped`, and the terms' own columns if there are several."""
+        ...
 
 
 class Engines:
@@ -49,6 +64,13 @@ class Engines:
     ) -> None:
         self._config, self._actor, self._prompts, self._say = config, actor, prompts, say
         self._engines = [PoolEngine(config, group, number) for number, group in enumerate(groups)]
+        self._num_engines = len(groups)
+        self._own: ActorEngine | None = None
+        """The actor's engine while it is at work."""
+        self._drawn_tokens = [0, 0]
+        """Tokens that the engines, and that the actor has drawn since the last metrics."""
+        self._moving: list[Rollout] = []
+        """Responses that an engine has left to the actor's, which has not begun them yet."""
         self.max_versions = config.staleness.max_versions
         self.queue = RolloutQueue(
             config.rollout.samples_per_prompt, config.data.batch_size, config.run.steps, config.staleness
@@ -63,6 +85,8 @@ class Engines:
         self._costs: dict[str, float] = {}
         """Metrics of the last push that has ended."""
         self._waited_s = 0.0
+        self._num_dropped = 0
+        """Prompts of the next batch that dynamic sampling has dropped."""
 
     def go_on(self, version: int, saved: Path | None) -> None:
         """Give the engines the actor's weights, which are `version`; go on with the queue saved in a folder, if any."""
@@ -83,23 +107,76 @@ class Engines:
             self.queue.version, lambda: any(one.call is not None for one in self._engines), begins=False
         )
         for engine in self._engines:
-            engine.withdraw()
+            engine.withdraw(len(engine.rollouts))
         save_file(self.queue.state(), folder / QUEUE_FILE)
         self._spread(self.queue.unfinished())
 
     # ---- what dataflows call ----
 
-    def take(self, version: int) -> Rows:
+    def take(self, version: int, scorers: Scorers) -> Rows:
         """Return the rows of the next batch, which trains the weights of `version`, once it is complete.
 
-        Columns: those of the prompts, `tokens` [B, P + R], `response_lengths` [B], and [B, R] each `rollout_log_probs`,
-        `versions` (int32, -1 after the response), and `fresh`, which is False at tokens too old to be trained.
+        With `generation.max_tries` above 1, prompts whose responses all have the same score are dropped before, and
+        others take their places (dynamic sampling).
+
+        Columns: those of the prompts, `tokens` [B, P + R], `response_lengths` [B], [B, R] each `rollout_log_probs`,
+        `versions` (int32, -1 after the response), and `fresh`, which is False at tokens too old to be trained, and those
+        of `scorers`.
         """
         assert version == self.queue.num_taken, f"batch {self.queue.num_taken} cannot train version {version}"
         begun_s = time.monotonic()
-        self._work_while(version + 1, lambda: not self.queue.is_ready)
+        self._fill(version + 1)
+        scores = self._drop_equal(version, scorers)
         self._waited_s += time.monotonic() - begun_s
-        return self._prompts.sequences(Rows.of(self._columns(self.queue.take())))
+        batch = self.queue.take()
+        rows = self._rows(version, batch.rollouts)
+        if not scores:
+            return rows.union(scorers.compute_scores(rows))
+        prompts = [rollout.number // self.queue.samples for rollout in batch.rollouts[:: self.queue.samples]]
+        return rows.union(cast(TensorDict, torch.cat([scores[prompt] for prompt in prompts])))  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+    def _fill(self, step: int) -> None:
+        """Keep the engines at work until the next batch is ready, the actor's among them if the settings say so."""
+        if self._config.generation.actor and not self.queue.is_ready:
+            self._own = ActorEngine(self._config, self._actor, self._num_engines)
+        self._work_while(step, lambda: not self.queue.is_ready)
+        if (own := self._own) is not None:
+            own.is_leaving = True
+            self._work_while(step, lambda: own.call is not None)
+            self._own = None
+            self._spread([*own.end(), *self._moving])
+            self._moving = []
+
+    def _drop_equal(self, version: int, scorers: Scorers) -> dict[int, TensorDict]:
+        """Drop prompts of equal scores, as often as the settings allow it; return the others' scores by prompt.
+
+        Without dynamic sampling, nothing is scored.
+        """
+        scores = dict[int, TensorDict]()
+        most = (self._config.generation.max_tries - 1) * self.queue.prompts_per_batch
+        while most:
+            new = [prompt for prompt in self.queue.next_prompts if prompt not in scores]
+            if not new:
+                break
+            scores |= self._score(version, new, scorers)
+            equal = [
+                prompt
+                for prompt in new
+                if has_equal_scores(scores[prompt]["scores"], scores[prompt]["dropped"])
+            ]
+            left = most - self._num_dropped
+            self.queue.drop(equal[:left])
+            self._num_dropped += len(equal[:left])
+            self._fill(version + 1)
+        return scores
+
+    def _score(self, version: int, prompts: Sequence[int], scorers: Scorers) -> dict[int, TensorDict]:
+        """Return the columns of `scorers` for complete prompts, while the engines stay at work."""
+        rows = self._rows(version, self.queue.responses(prompts))
+        scored = scorers.compute_scores(rows.pad_to_multiple(scorers.num_ranks))
+        self._work_while(version + 1, lambda: not all(call.done() for call in scored.calls), scored.calls)
+        parts = scored[: len(rows)].get().split(self.queue.samples)
+        return dict(zip(prompts, parts, strict=True))
 
     def work_until(self, *calls: Future) -> None:
         """Keep the engines at work until calls of other groups have ended."""
@@ -129,7 +206,11 @@ class Engines:
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call; costs of a push are those of the one before the last."""
         waited_s, self._waited_s = self._waited_s, 0.0
+        num_dropped, self._num_dropped = self._num_dropped, 0
+        (others, own), self._drawn_tokens = self._drawn_tokens, [0, 0]
         return {
+            "queue/actor_share": own / max(1, others + own),
+            "queue/dropped": float(num_dropped),
             "queue/complete": float(self.queue.num_complete),
             "queue/unfinished": float(self.queue.num_unfinished),
             "queue/wait_s": waited_s,
@@ -167,6 +248,11 @@ class Engines:
 
     # ---- responses ----
 
+    @property
+    def _working(self) -> Sequence[PoolEngine]:
+        """All engines that draw now."""
+        return self._engines if self._own is None else [*self._engines, self._own]
+
     def _work_while(
         self, step: int, condition: Callable[[], bool], others: Sequence[Future] = (), *, begins: bool = True
     ) -> None:
@@ -180,41 +266,64 @@ class Engines:
             if begins:
                 self._begin()
             places = self._next_ended(others) if repeated is None else repeated[len(ended)]
-            for engine in self._engines:
+            for engine in self._working:
                 if engine.number in places:
-                    self.queue.record(engine.take_drawn())
+                    for drawn in engine.take_drawn():
+                        self.queue.record(drawn)
+                        self._drawn_tokens[engine is self._own] += len(drawn.tokens)
             ended.append(places)
         self._order.record(Wait(step, ended))
 
     def _next_ended(self, others: Sequence[Future]) -> list[int]:
         """Wait for the end of a call; return the numbers of engines whose calls have ended, without those that died."""
-        calls = [engine.call for engine in self._engines if engine.call is not None]
+        calls = [engine.call for engine in self._working if engine.call is not None]
         wait_any([*calls, *(call for call in [*others, *self._pushes] if not call.poll())])
         self._go_on_without_the_dead()
         for call in self._pushes:
             if call.failures:
                 call.wait()
-        return [engine.number for engine in self._engines if engine.has_news]
+        return [engine.number for engine in self._working if engine.has_news]
 
     def _begin(self) -> None:
-        """Give requests and a call to every engine that has none in flight."""
-        unfinished = sum(len(engine.rollouts) for engine in self._engines)
-        share = math.ceil((unfinished + self.queue.num_admissible) / len(self._engines))
+        """Give requests and a call to every engine that has none in flight; the actor's gets some of the others'."""
+        unfinished = sum(len(engine.rollouts) for engine in self._working) + len(self._moving)
+        share = math.ceil((unfinished + self.queue.num_admissible) / len(self._working))
         share = min(share, self._config.rollout.max_num_seqs)
-        for engine in self._engines:
-            if engine.call is None:
-                engine.begin(self.queue.admit(share - len(engine.rollouts)))
-                if engine.rollouts:
-                    engine.advance()
+        for engine in self._working:
+            if engine.call is not None or engine.is_leaving:
+                continue
+            if self._own not in (None, engine):
+                self._leave_to_own(engine, share)
+            engine.begin(self._next_of(engine, share - len(engine.rollouts)))
+            if engine.rollouts:
+                engine.advance()
+
+    def _leave_to_own(self, engine: PoolEngine, share: int) -> None:
+        """Let the actor's engine have what an engine has beyond its share, as far as it lacks responses."""
+        assert self._own is not None, "only called while the actor's engine is at work"
+        lacks = 0 if self._own.is_leaving else share - len(self._own.rollouts) - len(self._moving)
+        if (count := min(lacks, len(engine.rollouts) - share)) > 0:
+            self._moving += engine.withdraw(count)
+
+    def _next_of(self, engine: PoolEngine, most: int) -> list[Rollout]:
+        """Return up to `most` responses that an engine begins now, in its unit."""
+        moving = self._moving if engine is self._own else []
+        count = max(0, min(most, len(moving) + self.queue.num_admissible)) // engine.unit * engine.unit
+        moved, moving[:count] = moving[:count], []
+        return [*moved, *self.queue.admit(count - len(moved))]
 
     def _spread(self, rollouts: Sequence[Rollout]) -> None:
         """Send responses to the engines in turn."""
         for place, engine in enumerate(self._engines):
             engine.begin(rollouts[place :: len(self._engines)])
 
-    def _columns(self, batch: Batch) -> TensorDict:
-        """Return the columns of a batch that the engines have drawn."""
-        width, rollouts = self._config.rollout.max_response_tokens, batch.rollouts
+    def _rows(self, version: int, rollouts: Sequence[Rollout]) -> Rows:
+        """Return ended responses with their prompts as rows; they train the weights of `version`."""
+        return self._prompts.sequences(Rows.of(self._columns(version, rollouts)))
+
+    def _columns(self, version: int, rollouts: Sequence[Rollout]) -> TensorDict:
+        """Return the columns that the engines have drawn."""
+        width = self._config.rollout.max_response_tokens
         lengths = torch.tensor([len(rollout.tokens) for rollout in rollouts])
         versions = padded([rollout.versions for rollout in rollouts], width, -1, torch.int32)
         columns = {
@@ -223,7 +332,7 @@ class Engines:
             "response_tokens": padded([rollout.tokens for rollout in rollouts], width, 0, torch.int32),
             "rollout_log_probs": padded([rollout.log_probs for rollout in rollouts], width, 0, torch.float32),
             "versions": versions,
-            "fresh": fresh_tokens(versions, response_mask(lengths, width), batch.version, self.max_versions),
+            "fresh": fresh_tokens(versions, response_mask(lengths, width), version, self.max_versions),
         }
         return TensorDict(columns, batch_size=[len(rollouts)])  # pyright: ignore[reportArgumentType]
 

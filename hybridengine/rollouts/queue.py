@@ -9,12 +9,16 @@ Batch i is trained on weights of version i, and a token that weights of version 
     token       a batch has the B prompts whose responses were complete first; tokens older than eta are not trained on
 
 The gate alone is AReaL's (arXiv 2505.24298, section 5.1); with batches by completion, it bounds no token's age.
+
+A prompt that is dropped (dynamic sampling) has no place in any batch: those begun after it move up, and one more is
+begun. The bounds hold as before, since a prompt only moves to an earlier batch than the one for which it was begun.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -72,7 +76,8 @@ class RolloutQueue:
         self.num_taken = 0
         """Number of batches taken so far, which is the version that the next one trains."""
         self._next = 0
-        self._rollouts: dict[int, Rollout] = {}
+        self._num_dropped = 0
+        self._rollouts: dict[int, Rollout] = {}  # by ascending number
         self._complete: list[int] = []
         """Prompts whose responses have all ended, in the order in which they did."""
 
@@ -90,7 +95,7 @@ class RolloutQueue:
     def num_admissible(self) -> int:
         """Number of responses that may be begun now."""
         ahead = min(self.version + self._staleness.max_versions + 1, self.num_batches)
-        return ahead * self.prompts_per_batch * self.samples - self._next
+        return (ahead * self.prompts_per_batch + self._num_dropped) * self.samples - self._next
 
     def admit(self, most: int) -> list[Rollout]:
         """Begin up to `most` responses, as far as the bound allows; return them."""
@@ -122,41 +127,58 @@ class RolloutQueue:
         return [self._rollouts.get(number) or Rollout(number) for number in numbers]
 
     @property
-    def _next_prompts(self) -> Sequence[int]:
+    def next_prompts(self) -> Sequence[int]:
         """Prompts of the next batch, as far as their responses have ended."""
         if self._staleness.bound == "token":
             return self._complete[: self.prompts_per_batch]
-        begin = self.num_taken * self.prompts_per_batch
-        return sorted({*range(begin, begin + self.prompts_per_batch)}.intersection(self._complete))
+        oldest = islice(
+            dict.fromkeys(number // self.samples for number in self._rollouts), self.prompts_per_batch
+        )
+        complete = {*self._complete}
+        return [prompt for prompt in oldest if prompt in complete]
 
     @property
     def is_ready(self) -> bool:
         """True if the next batch is complete."""
-        return len(self._next_prompts) == self.prompts_per_batch
+        return len(self.next_prompts) == self.prompts_per_batch
+
+    def responses(self, prompts: Sequence[int]) -> tuple[Rollout, ...]:
+        """Return the responses to prompts that are complete, each prompt's in succession."""
+        return tuple(rollout for prompt in prompts for rollout in self._of(prompt))
+
+    def drop(self, prompts: Sequence[int]) -> None:
+        """Take prompts of the next batch out of the queue for good, so that others take their places."""
+        self._remove(prompts)
+        self._num_dropped += len(prompts)
 
     def take(self) -> Batch:
         """Take the next batch out of the queue; call it if the queue is ready."""
-        prompts = self._next_prompts
+        prompts = self.next_prompts
         assert len(prompts) == self.prompts_per_batch, "the queue is not ready"
-        self._complete = [prompt for prompt in self._complete if prompt not in prompts]
-        rollouts = tuple(rollout for prompt in prompts for rollout in self._of(prompt))
-        for rollout in rollouts:
-            del self._rollouts[rollout.number]
+        rollouts = self.responses(prompts)
+        self._remove(prompts)
         self.num_taken += 1
         return Batch(self.num_taken - 1, rollouts)
 
+    def _remove(self, prompts: Sequence[int]) -> None:
+        self._complete = [prompt for prompt in self._complete if prompt not in prompts]
+        for rollout in self.responses(prompts):
+            del self._rollouts[rollout.number]
+
     def unfinished(self) -> list[Rollout]:
         """Return the begun responses that have not ended, in the order of their numbers."""
-        return [rollout for _, rollout in sorted(self._rollouts.items()) if not rollout.has_ended]
+        return [rollout for rollout in self._rollouts.values() if not rollout.has_ended]
 
     def state(self) -> dict[str, np.ndarray]:
         """Return everything in the queue as arrays, for a checkpoint."""
-        rollouts = [rollout for _, rollout in sorted(self._rollouts.items())]
+        rollouts = [*self._rollouts.values()]
         return {
             "settings": np.array(
                 [self.samples, self.prompts_per_batch, self._staleness.max_versions], dtype=np.int64
             ),
-            "counters": np.array([self.version, self.num_taken, self._next], dtype=np.int64),
+            "counters": np.array(
+                [self.version, self.num_taken, self._next, self._num_dropped], dtype=np.int64
+            ),
             "complete": np.array(self._complete, dtype=np.int64),
             "numbers": np.array([rollout.number for rollout in rollouts], dtype=np.int64),
             "lengths": np.array([len(rollout.tokens) for rollout in rollouts], dtype=np.int64),
@@ -183,7 +205,7 @@ class RolloutQueue:
                     f"{name}={value} was {before} when the responses in flight were begun, and may"
                     f" {'only rise' if name == names[-1] else 'not change'} in an asynchronous run; resume with {before}"
                 )
-        self.version, self.num_taken, self._next = state["counters"].tolist()
+        self.version, self.num_taken, self._next, self._num_dropped = state["counters"].tolist()
         self._complete = state["complete"].tolist()
         self._rollouts = {number: Rollout(number) for number in state["numbers"].tolist()}
         ends = np.cumsum(state["lengths"]).tolist()

@@ -1,11 +1,17 @@
-"""Asynchronous GRPO that loses an engine in the middle of a run."""
+"""Asynchronous GRPO that loses an engine in the middle of a run, or that writes down what it trains."""
 
 from __future__ import annotations
 
-import ray
+from collections.abc import Sequence
+from pathlib import Path
+from unittest.mock import patch
 
+import ray
+import torch
+
+from hybridengine.controller.rows import Rows
 from hybridengine.drivers.async_grpo import AsyncGrpo
-from hybridengine.drivers.roles import Roles, Sampling, State
+from hybridengine.drivers.roles import Roles, Sampling, Scorers, State
 
 
 class LosesEngine(AsyncGrpo):
@@ -18,3 +24,26 @@ class LosesEngine(AsyncGrpo):
         if str(sampling.step) in self.dies_in.split():
             ray.kill(roles.generation._engines[0].group.pool._processes[0])
         return super().step(roles, sampling, state)
+
+
+class WritesBatches(AsyncGrpo):
+    """Writes tokens, lengths and scores of each batch to a folder."""
+
+    folder: str
+
+    def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
+        take = roles.generation.take
+
+        def taken(version: int, scorers: Scorers) -> Rows:
+            batch = take(version, scorers)
+            columns = batch.get("tokens", "prompt_lengths", "response_lengths", "scores")
+            torch.save(dict(columns), Path(self.folder) / f"{sampling.step}.pt")
+            return batch
+
+        with patch.object(roles.generation, "take", taken):
+            return super().step(roles, sampling, state)
+
+
+def parity(responses: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """Return 1 for responses of an odd number of characters: half of all pairs have the same score."""
+    return [float(len(response) % 2) for response in responses]

@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
 
 from hybridengine.cli.main import main
+from hybridengine.config import load_config
+from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.report import keys
 from hybridengine.report.step_rows import Row, latest_rows, read_rows
 from hybridengine.rollouts.engines import ORDER_FILE
+from tests.full.async_faults import parity
 from tests.full.test_faults import COMMAND, killed_at_the_end
 from tests.full.tiny_runs import SECTIONS, value
 from tests.warm_workers import warm_program
@@ -157,20 +161,59 @@ def test_engines_that_die_leave_their_responses_to_the_others(runs: Runs) -> Non
     assert {row["staleness/older_share"] for row in outcome.rows} == {0}
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_without_staleness_the_run_is_the_synchronous_one(runs: Runs, name: str) -> None:
+def test_prompts_of_equal_scores_are_replaced(runs: Runs, tmp_path: Path) -> None:
+    """Scores in the batches are those of their own responses, of which no other prompt has two alike."""
+    tries, prompts = 3, SECTIONS["data"]["batch_size"]
+    outcome = runs(
+        "dynamic",
+        algorithm={"name": "tests.full.async_faults:WritesBatches", "folder": str(tmp_path)},
+        reward={"function": "tests.full.async_faults:parity", "timeout_s": 10},
+        generation={"steps_per_call": 2, "max_tries": tries},
+    )
+    assert outcome.status == 0, outcome.errors + outcome.console
+    tokenizer = load_tokenizer(load_config(runs.config("dynamic")).tokenizer_folder)
+    dropped = [value(row, "queue/dropped") for row in outcome.rows]
+    assert 0 < max(dropped) <= (tries - 1) * prompts
+    for step, number in enumerate(dropped, 1):
+        columns = torch.load(tmp_path / f"{step}.pt")
+        begins, ends = columns["prompt_lengths"], columns["prompt_lengths"] + columns["response_lengths"]
+        parts = zip(columns["tokens"], begins, ends, strict=True)
+        texts = tokenizer.batch_decode(
+            [row[begin:end] for row, begin, end in parts], skip_special_tokens=True
+        )
+        assert columns["scores"].tolist() == parity(texts, texts)
+        pairs = columns["scores"].view(-1, 2)
+        assert (pairs[:, 0] != pairs[:, 1]).all() or number == (tries - 1) * prompts
+
+
+def test_the_actor_generates_while_it_waits(runs: Runs) -> None:
+    """A repetition shows that it is part of the recorded order; it trains the tokens of all three engines."""
+    hybrid = {"actor": True, "steps_per_call": 2}
+    first = runs("hybrid", generation=hybrid)
+    assert first.status == 0, first.errors + first.console
+    waits = [json.loads(line) for line in (first.folder / ORDER_FILE).read_text().splitlines()]
+    assert {engine for _, ended in waits for engines in ended for engine in engines} == {0, 1, 2}
+    assert 0 < max(value(row, "queue/actor_share") for row in first.rows) < 1
+    again = runs("hybrid-again", generation=hybrid | {"replay": str(first.folder / ORDER_FILE)})
+    assert again.status == 0, again.errors + again.console
+    assert again.weights == first.weights
+
+
+@pytest.mark.parametrize(("name", "hybrid"), [("grpo", False), ("grpo", True), ("ppo", False)])
+def test_without_staleness_the_run_is_the_synchronous_one(runs: Runs, name: str, hybrid: bool) -> None:
     """The same prompts, seeds and weights: engines compute in other batches, so that only roundings differ."""
     run, correction = ASYNCHRONOUS["run"] | {"steps": 3}, {"name": "token_tis"}
     critic = SECTIONS["critic"] | {"parallel": "1-1-2", "mini_batches": 1}
     asynchronous = runs(
-        f"strict-{name}",
+        f"strict-{name}-{hybrid}",
         run=run,
         critic=critic,
         algorithm={"name": f"async_{name}", "correction": correction},
         staleness={"max_versions": 0},
+        generation={"steps_per_call": 2, "actor": hybrid},
     )
     synchronous = runs(
-        f"synchronous-{name}",
+        f"synchronous-{name}-{hybrid}",
         run=run,
         critic=critic,
         algorithm={"name": name, "correction": correction},

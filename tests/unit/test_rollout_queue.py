@@ -33,8 +33,10 @@ def drawn(*news: tuple[int, int, bool], version: int = 0) -> Drawn:
 class Run:
     """A run at random speeds: engines draw, sooner or later get new weights, and batches are trained."""
 
-    def __init__(self, queue: RolloutQueue, seed: int, num_engines: int, slots: int) -> None:
-        self.queue, self.random, self.slots = queue, random.Random(seed), slots
+    def __init__(
+        self, queue: RolloutQueue, seed: int, num_engines: int, slots: int, drop_share: float = 0.0
+    ) -> None:
+        self.queue, self.random, self.slots, self.drop_share = queue, random.Random(seed), slots, drop_share
         self.speeds = [self.random.choice([1, 1, 2, 5, 20]) for _ in range(num_engines)]
         self.engines: list[dict[int, int]] = [{} for _ in self.speeds]
         """Response -> number of tokens to draw, by engine."""
@@ -42,6 +44,8 @@ class Run:
         """Ages of all tokens of each batch."""
         self.trained: list[list[int]] = []
         """Numbers of the responses of each batch."""
+        self.dropped: list[int] = []
+        """Prompts that were dropped."""
 
     def turn(self) -> None:
         """Let a random party act."""
@@ -61,6 +65,11 @@ class Run:
         self.queue.record(drawn(*news, version=self.queue.version))
 
     def train(self) -> None:
+        unwanted = [prompt for prompt in self.queue.next_prompts if self.random.random() < self.drop_share]
+        self.dropped += unwanted
+        self.queue.drop(unwanted)
+        if not self.queue.is_ready:
+            return
         batch = self.queue.take()
         assert batch.version == len(self.trained)
         self.trained.append([rollout.number for rollout in batch.rollouts])
@@ -125,6 +134,27 @@ def test_each_response_is_trained_once_whatever_their_order(
         assert max(max(ages) for ages in run.ages) == 0
 
 
+@settings(max_examples=200, deadline=None)
+@given(bound=st.sampled_from(["token", "response"]), **SCHEDULES)
+def test_prompts_that_are_dropped_are_replaced_within_the_bound(
+    bound: str, seed: int, samples: int, prompts: int, eta: int, num_engines: int, slots: int
+) -> None:
+    num_batches = 6
+    staleness = StalenessSection(max_versions=eta, bound=bound)  # pyright: ignore[reportArgumentType]
+    queue = RolloutQueue(samples, prompts, num_batches, staleness)
+    run = Run(queue, seed, num_engines, slots, drop_share=0.3)
+    carry_out(run, num_batches)
+    trained = [prompt for batch in run.trained for prompt in dict.fromkeys(row // samples for row in batch)]
+    assert sorted([*trained, *run.dropped]) == [*range(num_batches * prompts + len(run.dropped))]
+    assert [len(batch) for batch in run.trained] == [prompts * samples] * num_batches
+    if bound == "response":
+        assert trained == sorted(trained)
+        assert max(max(ages) for ages in run.ages) <= eta
+    if eta == 0:
+        assert max(max(ages) for ages in run.ages) == 0
+    assert not queue.unfinished()
+
+
 @settings(max_examples=100, deadline=None)
 @given(stop=st.integers(0, 150), bound=st.sampled_from(["token", "response"]), **SCHEDULES)
 def test_a_queue_goes_on_from_its_state(
@@ -134,20 +164,20 @@ def test_a_queue_goes_on_from_its_state(
     num_batches = 4
     staleness = StalenessSection(max_versions=eta, bound=bound)  # pyright: ignore[reportArgumentType]
     queue = RolloutQueue(samples, prompts, num_batches, staleness)
-    run = Run(queue, seed, num_engines, slots)
+    run = Run(queue, seed, num_engines, slots, drop_share=0.2)
     for _ in range(stop):
         if len(run.trained) < num_batches:
             run.turn()
     copy = RolloutQueue(samples, prompts, num_batches, staleness)
     copy.load_state(queue.state())
-    twin = Run(copy, seed, num_engines, slots)
+    twin = Run(copy, seed, num_engines, slots, drop_share=0.2)
     twin.engines, twin.speeds = [dict(engine) for engine in run.engines], run.speeds
-    twin.trained, twin.ages = [*run.trained], [*run.ages]
+    twin.trained, twin.ages, twin.dropped = [*run.trained], [*run.ages], [*run.dropped]
     run.random, twin.random = random.Random(stop), random.Random(stop)
     for one in (run, twin):
         carry_out(one, num_batches)
     assert twin.trained == run.trained
-    assert twin.ages == run.ages
+    assert (twin.ages, twin.dropped) == (run.ages, run.dropped)
 
 
 @pytest.mark.parametrize(
