@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -21,14 +19,10 @@ from hybridengine.config import RunConfig
 from hybridengine.controller.calls import Future, wait_any
 from hybridengine.controller.rows import Rows
 from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.errors import WorkerError
-from hybridengine.report import keys
 from hybridengine.rollouts.engine import ActorEngine, PoolEngine, padded
 from hybridengine.rollouts.order import CallOrder, Wait
+from hybridengine.rollouts.pushes import Pushes
 from hybridengine.rollouts.queue import Rollout, RolloutQueue
-from hybridengine.topology.links import NodeMap
-from hybridengine.weights.executor import Verify
-from hybridengine.weights.link import Link
 
 ORDER_FILE, QUEUE_FILE = "calls.jsonl", "rollouts.safetensors"
 
@@ -77,16 +71,10 @@ class Engines:
         )
         replay = config.generation.replay
         self._order = CallOrder(config.run_folder / ORDER_FILE, Path(replay) if replay else None)
-        self._links = 0
-        """Number of links made so far."""
-        self._is_linked = False
-        self._pushes: list[Future] = []
-        """Calls of the last push, the actor's first."""
-        self._costs: dict[str, float] = {}
-        """Metrics of the last push that has ended."""
+        self._pushes = Pushes(config, actor)
         self._waited_s = 0.0
         self._num_dropped = 0
-        """Prompts of the next batch that dynamic sampling has dropped."""
+        """Prompts that dynamic sampling has dropped since the last metrics."""
 
     def go_on(self, version: int, saved: Path | None) -> None:
         """Give the engines the actor's weights, which are `version`; go on with the queue saved in a folder, if any."""
@@ -154,7 +142,7 @@ class Engines:
         """
         scores = dict[int, TensorDict]()
         most = (self._config.generation.max_tries - 1) * self.queue.prompts_per_batch
-        while most:
+        while self._config.generation.max_tries > 1:
             new = [prompt for prompt in self.queue.next_prompts if prompt not in scores]
             if not new:
                 break
@@ -164,9 +152,9 @@ class Engines:
                 for prompt in new
                 if has_equal_scores(scores[prompt]["scores"], scores[prompt]["dropped"])
             ]
-            left = most - self._num_dropped
-            self.queue.drop(equal[:left])
-            self._num_dropped += len(equal[:left])
+            self.queue.drop(equal[:most])
+            self._num_dropped += len(equal[:most])
+            most -= len(equal[:most])
             self._fill(version + 1)
         return scores
 
@@ -187,20 +175,7 @@ class Engines:
         for engine in self._engines:
             engine.look()
         self._go_on_without_the_dead()
-        reports = [report for call in self._pushes for report in call.get()]
-        if reports:
-            self._costs = {
-                keys.RECEIVED_BYTES: max(report["received_bytes"] for report in reports),
-                "push/seconds": max(report["seconds"] for report in reports),
-            }
-        if not self._is_linked:
-            self._link()
-        for engine in self._engines:
-            engine.receiving = engine.group.receive_weights(version)
-        received = [engine.receiving for engine in self._engines if engine.receiving is not None]
-        pushed = self._actor.push_weights(version)
-        pushed.inputs += received  # so that waits for the actor see an engine's failure
-        self._pushes = [pushed, *received]
+        self._pushes.push(version, self._engines)
         self.queue.version = version
 
     def take_metrics(self) -> dict[str, float]:
@@ -214,37 +189,8 @@ class Engines:
             "queue/complete": float(self.queue.num_complete),
             "queue/unfinished": float(self.queue.num_unfinished),
             "queue/wait_s": waited_s,
-            **self._costs,
+            **self._pushes.costs,
         }
-
-    # ---- weights ----
-
-    def _link(self) -> None:
-        """Link the engines to the actor, in place of any earlier link."""
-        config, actor = self._config, self._actor
-        address, port, names = actor.link_facts().get()[0]
-        # Engines on the same node follow one another, so that weights cross the network to it once.
-        groups = sorted((engine.group for engine in self._engines), key=lambda group: group.pool.nodes)
-        nodes = [*actor.pool.nodes, *(node for group in groups for node in group.pool.nodes)]
-        link = Link(
-            name=f"link {self._links}",
-            address=address,
-            port=port,
-            train=actor.topology.grid,
-            names=names,
-            engine=config.generation.parallel,
-            num_engines=len(groups),
-            nodes=NodeMap(tuple(len([*run]) for _, run in groupby(nodes))),
-            bucket_elements=config.bucket_elements,
-            verify=Verify(config.actor.verify),
-        )
-        self._links += 1
-        calls = [group.join_link(link, number) for number, group in enumerate(groups)]
-        joined = actor.join_link(link)
-        joined.inputs += calls
-        for call in [joined, *calls]:
-            call.get()
-        self._is_linked = True
 
     # ---- responses ----
 
@@ -277,9 +223,11 @@ class Engines:
     def _next_ended(self, others: Sequence[Future]) -> list[int]:
         """Wait for the end of a call; return the numbers of engines whose calls have ended, without those that died."""
         calls = [engine.call for engine in self._working if engine.call is not None]
-        wait_any([*calls, *(call for call in [*others, *self._pushes] if not call.poll())])
+        calls += [call for call in [*others, *self._pushes.calls] if not call.poll()]
+        assert calls, "no engine draws, and what the controller waits for cannot come"
+        wait_any(calls)
         self._go_on_without_the_dead()
-        for call in self._pushes:
+        for call in self._pushes.calls:
             if call.failures:
                 call.wait()
         return [engine.number for engine in self._working if engine.has_news]
@@ -299,18 +247,20 @@ class Engines:
                 engine.advance()
 
     def _leave_to_own(self, engine: PoolEngine, share: int) -> None:
-        """Let the actor's engine have what an engine has beyond its share, as far as it lacks responses."""
+        """Let the actor's engine have what an engine has beyond its share, as far as it lacks whole units of responses."""
         assert self._own is not None, "only called while the actor's engine is at work"
         lacks = 0 if self._own.is_leaving else share - len(self._own.rollouts) - len(self._moving)
-        if (count := min(lacks, len(engine.rollouts) - share)) > 0:
+        count = min(lacks, len(engine.rollouts) - share) // self._own.unit * self._own.unit
+        if count > 0:
             self._moving += engine.withdraw(count)
 
     def _next_of(self, engine: PoolEngine, most: int) -> list[Rollout]:
-        """Return up to `most` responses that an engine begins now, in its unit."""
-        moving = self._moving if engine is self._own else []
-        count = max(0, min(most, len(moving) + self.queue.num_admissible)) // engine.unit * engine.unit
-        moved, moving[:count] = moving[:count], []
-        return [*moved, *self.queue.admit(count - len(moved))]
+        """Return up to `most` responses that an engine begins now, in its unit; the actor's takes all that are moving."""
+        moved: list[Rollout] = []
+        if engine is self._own:
+            moved, self._moving = self._moving, moved
+        count = max(0, min(most - len(moved), self.queue.num_admissible)) // engine.unit * engine.unit
+        return [*moved, *self.queue.admit(count)]
 
     def _spread(self, rollouts: Sequence[Rollout]) -> None:
         """Send responses to the engines in turn."""
@@ -348,19 +298,14 @@ class Engines:
             return
         if len(dead) == len(self._engines):
             dead[0].raise_death()
-        pushes = [call for call in self._pushes if call.failures or not call.poll()]
         self._engines = [engine for engine in self._engines if not engine.has_died]
-        self._is_linked = False
         for engine in dead:
             self._say(
                 f"warning: engine {engine.number} (pool {engine.group.pool.name}) has ended; the other"
                 f" {len(self._engines)} go on with its {len(engine.rollouts)} responses"
             )
-        for call in pushes:  # those that waited for a dead engine fail as well
-            with contextlib.suppress(WorkerError):
-                call.wait()
+        is_broken = self._pushes.give_up()
         orphans = [rollout for engine in dead for rollout in engine.end()]
-        self._pushes = []
-        if pushes:
+        if is_broken:
             self.update_weights(self.queue.version)
         self._spread(orphans)
