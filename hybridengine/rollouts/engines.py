@@ -247,7 +247,7 @@ class Engines:
                 engine.advance()
 
     def _leave_to_own(self, engine: PoolEngine, share: int) -> None:
-        """Let the actor's engine have what an engine has beyond its share, as far as it lacks whole units of responses."""
+        """Let the actor's engine have what an engine has beyond its share, in its unit, as far as it lacks them."""
         assert self._own is not None, "only called while the actor's engine is at work"
         lacks = 0 if self._own.is_leaving else share - len(self._own.rollouts) - len(self._moving)
         count = min(lacks, len(engine.rollouts) - share) // self._own.unit * self._own.unit
