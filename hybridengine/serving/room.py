@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,11 @@ from hybridengine.serving.store import (
     hide,
 )
 from hybridengine.serving.turns import Limits, Turns
+from hybridengine.serving.waiting_samples import WaitingSamples
 
 logger = logging.getLogger(__name__)
 
 UPKEEP_S = 60.0
-POLL_S = 0.001
-"""Time between two looks whether a sampling request has been stored."""
 
 
 class Room:
@@ -81,9 +80,7 @@ class Room:
         self._changed = threading.Condition()
         self._closing = False
         self._turns = Turns(store, self.results, self._limits)
-        self._samples: list[str] = []
-        self._sample_s = -math.inf  # time of the last one
-        self._arriving = 0  # those that are being stored; the connections' thread alone changes it
+        self._samples = WaitingSamples(self._changed, self._limits)
         self._upkeep_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="room", daemon=True)
 
@@ -93,7 +90,7 @@ class Room:
         waiting = {self._turns.holder, *(model.id for model in self.store.models(WAITING))}
         for request in self.store.queued():
             if request.kind == "sample":
-                self._samples.append(request.id)
+                self._samples.add(request.id)
             elif request.kind == PROMPT:  # the connection that waited for it is gone
                 self.results.finish({request.id: HybridEngineError("the server restarted; send it again")})
             elif request.owner not in waiting:
@@ -219,14 +216,9 @@ class Room:
             self._changed.notify_all()
         return request.id
 
-    @contextlib.contextmanager
-    def arriving(self) -> Iterator[None]:
+    def arriving(self) -> contextlib.AbstractContextManager[None]:
         """Let the sampling requests that are there wait for another one, which the body of the context submits."""
-        self._arriving += 1
-        try:
-            yield
-        finally:
-            self._arriving -= 1
+        return self._samples.arriving()
 
     def submit_prompts(self, prompts: Sequence[Prompt]) -> Sequence[str]:
         """Accept prompts for the weights that the ranks hold, of no session, and return the ids of their requests.
@@ -245,15 +237,12 @@ class Room:
 
     def _add_samples(self, *requests: Request) -> None:
         self.store.add(*requests)
-        self._samples += [request.id for request in requests]
-        self._sample_s = time.monotonic()
+        self._samples.add(*(request.id for request in requests))
 
     def withdraw(self, request_ids: Sequence[str], reason: str) -> None:
         """Fail those of the prompts that are not being carried out yet."""
         with self._changed:
-            pending = [request_id for request_id in self._samples if request_id in request_ids]
-            self._samples = [request_id for request_id in self._samples if request_id not in pending]
-            self.results.finish(dict.fromkeys(pending, RequestError(reason)))
+            self.results.finish(dict.fromkeys(self._samples.withdraw(request_ids), RequestError(reason)))
 
     def _begin(self, session_id: str, model_seq_id: int, kind: str, body: bytes) -> str:
         model_seq_id = _checked_number("model_seq_id", model_seq_id, session_id)
@@ -275,7 +264,7 @@ class Room:
             while not self._is_ending:
                 with self._changed:
                     self._changed.wait_for(self._has_work, timeout=min(1.0, self._limits.gap_s))
-                    samples = self._collect()
+                    samples = self._samples.collect(lambda: self._is_ending)
                     model = self._model() if samples else None
                 if samples:
                     self._sample(samples, model)
@@ -311,19 +300,6 @@ class Room:
         holder = self._turns.holder
         return None if holder is None else self.store.get(Model, holder)
 
-    def _collect(self) -> list[str]:
-        """Return all sampling requests, after a wait for those that arrive at the same time."""
-        limits, end_s = self._limits, time.monotonic() + self._limits.collect_s
-        while self._samples and not self._is_ending and (now_s := time.monotonic()) < end_s:
-            rest_s = self._sample_s + limits.quiet_s - now_s
-            if rest_s <= 0 and not self._arriving:
-                break
-            self._changed.wait(min(max(rest_s, POLL_S), end_s - now_s))
-        if self._is_ending:
-            return []
-        collected, self._samples = self._samples, []
-        return collected
-
     def _sample(self, request_ids: Sequence[str], holder: Model | None) -> None:
         requests = [self.store.get(Request, request_id) for request_id in request_ids]
         try:
@@ -341,7 +317,7 @@ class Room:
                 return
             with self._changed:
                 if self._restarts.is_first(f"sample {request_ids[0]}", error):
-                    self._samples = [*request_ids, *self._samples]
+                    self._samples.put_back(request_ids)
                 else:
                     self.results.finish(dict.fromkeys(request_ids, error))
             self._restarts.recover(error, self._restore)
