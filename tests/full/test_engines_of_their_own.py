@@ -79,10 +79,10 @@ def draw(kv: str, parallel: str, folder: Path) -> Drawn:
             models.append(folder / f"version-{version}")
             actor.export_model(str(models[-1]), str(config.companions_folder)).wait()
             engine.advance()
-            queue.record(engine.take_drawn())
+            queue.record(*engine.take_drawn())
         while engine.rollouts:  # with stages, tokens come later
             engine.advance()
-            queue.record(engine.take_drawn())
+            queue.record(*engine.take_drawn())
         rollouts = list(queue.take().rollouts)
     prompts = PromptReader(config).prompts([number // SAMPLES for number in range(PROMPTS * SAMPLES)])
     lengths = prompts["prompt_lengths"].tolist()
