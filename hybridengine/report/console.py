@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -61,6 +62,7 @@ def step_line(row: Row, num_steps: int) -> str:
         if key in row:
             results.append(f"{label} {form.format(_number(row[key]))}")
     results += [f"eval {result}" for result in held_out_results([row])]
+    results += asynchronous_results(row)
     times = []
     for key, value in row.items():
         phase = keys.phase_of(key)
@@ -71,6 +73,29 @@ def step_line(row: Row, num_steps: int) -> str:
     if keys.TOKENS_PER_S in row:
         times.append(f"{_number(row[keys.TOKENS_PER_S]):.0f} tok/s")
     return "  ".join(results) + ("  | " + "  ".join(times) if times else "")
+
+
+def asynchronous_results(row: Row) -> list[str]:
+    """Return the queue, the ages of trained tokens and the idle shares of an asynchronous step; [] for another row.
+
+    The idle share of several engines is their mean, under the name of their pool.
+    """
+    if keys.QUEUE_COMPLETE not in row:
+        return []
+    complete, unfinished, mean, most, masked = (
+        _number(row.get(key))
+        for key in (keys.QUEUE_COMPLETE, keys.QUEUE_UNFINISHED, keys.AGE_MEAN, keys.AGE_MAX, keys.OLDER_SHARE)
+    )
+    idle = dict[str, list[float]]()
+    for key, share in row.items():
+        if pool := keys.pool_of(key):
+            idle.setdefault(pool.partition(".")[0], []).append(_number(share))
+    shares = (f"{pool} {statistics.fmean(shares):.0%}" for pool, shares in sorted(idle.items()))
+    return [
+        f"queue {complete:.0f} complete, {unfinished:.0f} unfinished",
+        f"age {mean:.2f}, at most {most:.0f}, {masked:.1%} masked",
+        f"idle {', '.join(shares)}",
+    ]
 
 
 def summary_table(rows: Sequence[Row]) -> Table:

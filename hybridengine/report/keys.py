@@ -26,6 +26,15 @@ TOKENS = "rollout/tokens"
 """Prompt and response tokens of the step."""
 TOKENS_PER_S = "throughput/tokens_per_s"
 
+QUEUE_COMPLETE = "queue/complete"
+"""Responses that wait for the trainer at the end of a step; only in asynchronous runs, as are the following ones."""
+QUEUE_UNFINISHED = "queue/unfinished"
+"""Responses that engines draw at the end of a step."""
+AGE_MEAN = "staleness/age_mean"
+AGE_MAX = "staleness/age_max"
+OLDER_SHARE = "staleness/older_share"
+"""Share of the response tokens that are masked, because they are older than the bound."""
+
 TRANSFER_BYTES = "transfer/bytes"
 """Bytes of rows that ranks fetched from other processes; by producer and consumer in `transfer/CALL->CALL_bytes`."""
 PAYLOAD_BYTES = "controller/payload_bytes"
@@ -52,6 +61,13 @@ def time_key(phase: str) -> str:
 def idle_key(pool: str) -> str:
     """Return the metric of the share of the step in which a pool's ranks were in no call: "main" -> "idle/main_share"."""
     return f"idle/{pool}_share"
+
+
+def pool_of(key: str) -> str | None:
+    """Return the pool whose idle share the metric holds, None for other metrics: the inverse of `idle_key`."""
+    if key.startswith("idle/") and key.endswith("_share"):
+        return key.removeprefix("idle/").removesuffix("_share")
+    return None
 
 
 def memory_key(name: str) -> str:

@@ -5,6 +5,11 @@
       actor     ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ 0:00:01 generate_sequences, 2/4 ranks done
       reward    ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ -:--:-- waits: compute_scores
 
+An asynchronous run has another line, of the last step, and a row for all of its engines:
+
+    queue 96 complete, 40 unfinished; age 0.81, at most 2, 1.2% masked; idle engines 3%, main 12%
+      generation ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ 0:00:00 advance, 2/2 engines at work
+
 Output of the run, its loggers and its ranks appears above the view.
 """
 
@@ -12,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, TextIO
@@ -24,6 +30,7 @@ from rich.text import Text
 
 from hybridengine.formatting import format_seconds
 from hybridengine.report import keys
+from hybridengine.report.console import asynchronous_results
 from hybridengine.report.step_rows import Row
 
 REFRESHES_PER_S = 4
@@ -67,7 +74,9 @@ class LiveView(Progress):
         )
         self._num_steps, self._phase_of_call, self._unfinished = num_steps, phase_of_call, unfinished_calls
         self._roles: dict[str, Task] = {}
-        self._stage, self._speed = "now", ""
+        self._pools = defaultdict[str, set[Any]](set)
+        """Pools on which calls of each role were seen: one, or one for each engine."""
+        self._stage, self._speed, self._asynchronous = "now", "", ""
         self._has_begun = self._has_ended = False
         self._streams: list[tuple[TextIO, TextIO]] = []
         self._steps = self.add_task(f"step 0/{num_steps}", total=num_steps, note="")
@@ -84,6 +93,7 @@ class LiveView(Progress):
         """Show an iteration as complete."""
         if (rate := row.get(keys.TOKENS_PER_S)) is not None:
             self._speed = f", {rate:.0f} tokens/s"
+        self._asynchronous = "; ".join(asynchronous_results(row))
         self.update(self._steps, completed=int(row[keys.STEP] or 0))
 
     def _show_calls(self) -> str:
@@ -93,9 +103,11 @@ class LiveView(Progress):
         oldest, first = dict[Any, Any](), dict[str, Any]()
         for call in pending:
             oldest.setdefault(call.pool, call)
+            self._pools[call.role].add(call.pool)
             if first.setdefault(call.role, call) is call and call.role not in self._roles:
                 row = TaskID(1 + len(self._roles))
                 self._roles[call.role] = Task(row, f"  {call.role}", 1, 0, self.get_time)
+        at_work = Counter(call.role for call in oldest.values())
         phases = dict[str, None]()
         for role, task in self._roles.items():
             call = first.get(role)
@@ -108,6 +120,8 @@ class LiveView(Progress):
                 task.start_time = self.get_time()
             task.total, task.completed = call.num_ranks, ended[call]
             note = f"{call.method}, {ended[call]}/{call.num_ranks} ranks done"
+            if (num_pools := len(self._pools[role])) > 1:
+                note = f"{call.method}, {at_work[role]}/{num_pools} engines at work"
             task.fields = {"note": note, "call": call}
         return " and ".join(phases) or "-"
 
@@ -120,6 +134,8 @@ class LiveView(Progress):
         left = "after the first step" if left_s is None else f"about {format_seconds(left_s)}"
         yield self.make_tasks_table([steps])
         yield Text(f"{self._stage} {phases}{self._speed}, time left: {left}".replace(".0 s", " s"))
+        if self._asynchronous:
+            yield Text(self._asynchronous)
         if self._roles:
             yield self.make_tasks_table(self._roles.values())
 

@@ -19,6 +19,7 @@ from hybridengine.config import RunConfig
 from hybridengine.controller.calls import Future, wait_any
 from hybridengine.controller.rows import Rows
 from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.report import keys
 from hybridengine.rollouts.engine import ActorEngine, PoolEngine, padded
 from hybridengine.rollouts.order import CallOrder, Wait
 from hybridengine.rollouts.pushes import Pushes
@@ -186,8 +187,8 @@ class Engines:
         return {
             "queue/actor_share": own / max(1, others + own),
             "queue/dropped": float(num_dropped),
-            "queue/complete": float(self.queue.num_complete),
-            "queue/unfinished": float(self.queue.num_unfinished),
+            keys.QUEUE_COMPLETE: float(self.queue.num_complete),
+            keys.QUEUE_UNFINISHED: float(self.queue.num_unfinished),
             "queue/wait_s": waited_s,
             **self._pushes.costs,
         }

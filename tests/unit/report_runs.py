@@ -37,6 +37,17 @@ EDGES = {
     "transfer/critic.compute_values->critic.update_bytes": 4_096,
     "transfer/actor.generate_sequences->reward.compute_scores_bytes": 0,
 }
+ASYNCHRONOUS: dict[str, float | int | None] = {
+    "queue/complete": 96.0,
+    "queue/unfinished": 40.0,
+    "staleness/age_mean": 0.8125,
+    "staleness/age_max": 2.0,
+    "staleness/older_share": 0.0119,
+    "idle/main_share": 0.121,
+    "idle/engines.0_share": 0.2,
+    "idle/engines.1_share": 0.4,
+}
+"""Metrics of an asynchronous step with two engines."""
 CONFIG = "run: {name: made-up, steps: 60}\nactor: {parallel: 1-2-2, generate: 1-1}\ndata: {task: {}}\n"
 HOSTILE = '<script>document.title = "taken"</script><img src=x onerror="document.title=1"> & $$x^2$$ \n \u202e </td>'
 """Text that a model may write and that a page must show unchanged."""

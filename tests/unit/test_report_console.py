@@ -9,6 +9,7 @@ from rich.console import Console
 
 from hybridengine.report.console import step_line, summary_table
 from hybridengine.report.step_rows import Row
+from tests.unit.report_runs import ASYNCHRONOUS
 
 MIB = 2**20
 
@@ -55,6 +56,16 @@ def test_step_line_leaves_out_what_is_missing_and_shows_what_is_not_finite() -> 
     assert step_line({"step": 0, "eval/exact_match": 0.25}, num_steps=5) == "step 0/5  eval 25.0%"
     row: Row = {"step": 2, "reward/mean": None, "time/generate_s": None}
     assert step_line(row, num_steps=5) == "step 2/5  reward nan  | generate nan"
+
+
+def test_the_line_of_an_asynchronous_step_has_its_queue_the_ages_of_tokens_and_idle_pools() -> None:
+    row = {"step": 3, "reward/mean": 0.5, **ASYNCHRONOUS, "time/step_s": 2.0}
+    assert step_line(row, num_steps=5) == (
+        "step 3/5  reward 0.500  queue 96 complete, 40 unfinished  age 0.81, at most 2, 1.2% masked"
+        "  idle engines 30%, main 12%  | step 2.00s"
+    )
+    several_pools: Row = {"step": 3, "reward/mean": 0.5, "idle/main_share": 0.1, "idle/scorers_share": 0.9}
+    assert step_line(several_pools, num_steps=5) == "step 3/5  reward 0.500"
 
 
 def _table_cells(rows: list[Row], encoding: str = "utf-8") -> tuple[str, dict[str, list[str]]]:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Task
 
 from hybridengine.report.live import LiveView
+from tests.unit.report_runs import ASYNCHRONOUS
 
 LONG = "reward_of_a_term_whose_name_is_longer_than_any_terminal_is_wide_" * 3
 
@@ -94,6 +95,27 @@ def test_everything_that_a_person_wants_to_know() -> None:
     assert lines[1] == f"now phase of actor.generate_sequences, 100 tokens/s, {expected}"
     assert re.fullmatch(r"  actor +\S+ +0:00:05 generate_sequences, 1/4 ranks done", lines[2])
     assert re.fullmatch(r"  reward +-:--:-- waits: compute_scores", lines[3])
+
+
+def test_an_asynchronous_run_shows_its_queue_the_ages_of_tokens_and_idle_pools() -> None:
+    view = Seen(width=110)
+    view.begin(3)
+    engines = [Call("generation", "advance", pool=f"engines.{number}") for number in range(2)]
+    view.calls = [*engines, Call("actor", "update", 2)]
+    before = view.text().splitlines()
+    view.end(ASYNCHRONOUS | {"step": 3})
+    lines = [line.rstrip() for line in view.text().splitlines()]
+    assert len(lines) == len(before) + 1
+    assert lines[2] == (
+        "queue 96 complete, 40 unfinished; age 0.81, at most 2, 1.2% masked; idle engines 30%, main 12%"
+    )
+    assert re.fullmatch(r"  generation +0:00:00 advance, 2/2 engines at work", lines[3])
+    assert re.fullmatch(r"  actor +0:00:00 update, 0/2 ranks done", lines[4])
+    engines[0].ended = 1
+    view.clock.now_s += 3
+    assert re.search(r"generation +0:00:00 advance, 1/2 engines at work", view.text())
+    view.clock.now_s += 90
+    assert re.search(r"generation +0:01:30 advance, 1/2 engines at work", view.text())
 
 
 def test_nothing_has_begun() -> None:
@@ -243,6 +265,12 @@ def test_roles_at_any_moment_as_in_a_simulation(
         call = unfinished[0]
         if note == f"waits: m{call.number}":
             assert any(begin > moment for begin, _ in call.spans.values()), "not all ranks are in it yet"
+            continue
+        pending = [one for one in calls if one.end_s > moment]
+        pools = {one.pool for one in unfinished}
+        if len(pools) > 1:
+            at_work = sum(next(one for one in pending if one.pool == pool).role == role for pool in pools)
+            assert note == f"m{call.number}, {at_work}/{len(pools)} engines at work"
             continue
         num_ended = sum(end <= moment for _, end in call.spans.values())
         assert note == f"m{call.number}, {num_ended}/{len(call.spans)} ranks done"
