@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tensordict import TensorDict
@@ -80,7 +80,8 @@ class _Iterations:
             metrics = _carry_out(self.config, self.roles, self.progress, step)
             self.pools.wait()
         end, records = time.time(), log.take_records()
-        metrics |= call_metrics(records, log.payload_bytes - payload_bytes, begin, end)
+        payload_bytes = log.payload_bytes - payload_bytes
+        metrics |= call_metrics(records, payload_bytes, begin, end, self.pools.nodes)
         metrics[keys.STEP_S] = end - begin
         if keys.TOKENS in metrics:
             metrics[keys.TOKENS_PER_S] = metrics[keys.TOKENS] / (end - begin)
@@ -168,12 +169,17 @@ def evaluate(roles: Roles, num_prompts: int) -> tuple[dict[str, float], TensorDi
 
 
 def call_metrics(
-    records: Sequence[CallRecord], payload_bytes: int, begin: float, end: float
+    records: Sequence[CallRecord],
+    payload_bytes: int,
+    begin: float,
+    end: float,
+    pools: Collection[str] = (),
 ) -> dict[str, float]:
     """Return the metrics of one iteration's calls, which lasted from `begin` to `end` (seconds since the epoch).
 
     They are the seconds by phase, the bytes that moved between ranks and through the controller, its overhead, the
-    largest memory of a rank's process after any call, and the idle share of each pool, if there are several.
+    largest memory of a rank's process after any call, and the idle share of each pool, if there are several; `pools` may
+    name some without a call.
     """
     by_pool, edges = defaultdict[tuple[str, str], float](float), Counter[str]()
     for record in records:
@@ -195,7 +201,7 @@ def call_metrics(
         last = max(last, stop)
     return {
         **seconds,
-        **_idle_shares(records, end - begin),
+        **_idle_shares(records, end - begin, pools),
         **edges,
         **held,
         keys.TRANSFER_BYTES: sum(edges.values()),
@@ -204,18 +210,18 @@ def call_metrics(
     }
 
 
-def _idle_shares(records: Sequence[CallRecord], seconds: float) -> dict[str, float]:
+def _idle_shares(records: Sequence[CallRecord], seconds: float, pools: Collection[str]) -> dict[str, float]:
     """Return the share of a step of `seconds` in which the ranks of each pool were in no call; {} for a single pool.
 
     A call belongs to the step in which it ends.
     """
-    busy = defaultdict[str, defaultdict[int, float]](lambda: defaultdict(float))
+    busy = {pool: defaultdict[int, float](float) for pool in (*pools, *(record.pool for record in records))}
     for record in records:
         for rank, (begin, end) in record.spans.items():
             busy[record.pool][rank] += end - begin
     if len(busy) < 2:
         return {}
     return {
-        keys.idle_key(pool): max(0.0, 1.0 - sum(by_rank.values()) / len(by_rank) / seconds)
+        keys.idle_key(pool): max(0.0, 1.0 - sum(by_rank.values()) / max(1, len(by_rank)) / seconds)
         for pool, by_rank in busy.items()
     }

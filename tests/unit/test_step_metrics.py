@@ -82,4 +82,9 @@ def test_engines_count_once_and_pools_have_idle_shares() -> None:
     expected = {"engines.0": 0.0, "engines.1": 0.2, "main": 0.6}
     for pool, share in expected.items():
         assert found[f"idle/{pool}_share"] == pytest.approx(share, abs=1e-4)
+    assert "idle/engines.2_share" not in found
+    pools = [*expected, "engines.2"]
+    found = call_metrics(records, 0, EPOCH_S, EPOCH_S + 0.05, pools)
+    assert found["idle/engines.2_share"] == 1
+    assert found["idle/main_share"] == pytest.approx(0.6, abs=1e-4)
     assert not [name for name in call_metrics(records[3:], 0, EPOCH_S, EPOCH_S + 1) if "idle" in name]
