@@ -29,7 +29,7 @@ from hybridengine.formatting import format_bytes, format_seconds
 from hybridengine.report import keys
 from hybridengine.report.samples import printable
 from hybridengine.report.step_rows import Row
-from hybridengine.report.timeline import Span
+from hybridengine.report.timeline import Place, Span, row_order
 
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#7a6a00", "#332288")
 RESERVE = ("#882255", "#44aa99", "#8a5a3c", "#aa4499", "#117733", "#ddcc77", "#6699cc", "#994455")
@@ -51,9 +51,9 @@ PHASES = {
     "update_actor": "#d55e00",
     "update_critic": "#eaaf80",
     "update_cost_critic": "#b07040",
-    "weights": "#e69f00",
-    "update_weights": "#e69f00",
-    "receive_weights": "#f3cf80",
+    "weights": "#661100",
+    "update_weights": "#661100",
+    "receive_weights": "#b3766b",
     "advantages": "#332288",
     "prompts": "#7a6a00",
     "statistics": "#999933",
@@ -97,16 +97,16 @@ FIGURES = (
     Figure("Response length in tokens", (keys.RESPONSE_TOKENS_MEAN,)),
     Figure(
         "Age of the tokens in versions of the weights",
-        ("staleness/age_mean", "staleness/age_max"),
+        (keys.AGE_MEAN, keys.AGE_MAX),
         is_of_some=True,
     ),
     Figure(
         "Share of tokens by age",
-        ("staleness/age_*_share", "staleness/older_share"),
+        ("staleness/age_*_share", keys.OLDER_SHARE),
         is_stack=True,
         is_of_some=True,
     ),
-    Figure("Responses in the queue", ("queue/complete", "queue/unfinished"), is_of_some=True),
+    Figure("Responses in the queue", (keys.QUEUE_COMPLETE, keys.QUEUE_UNFINISHED), is_of_some=True),
     Figure("Share of the step without a call, by pool", (keys.idle_key("*"),), is_of_some=True),
     Figure("Loss", ("*/loss", "*_loss")),
     Figure("Gradient norm", ("*/grad_norm",)),
@@ -222,14 +222,14 @@ def draw_timeline(
     if steps is None:
         last = max((span.step for span in spans if span.step is not None), default=-1)
         steps = range(last, last + 1)
-    by_place: dict[tuple[str, int, str], list[Span]] = {}
+    by_place: dict[Place, list[Span]] = {}
     for span in spans:
         if span.step is not None and span.step in steps:
-            by_place.setdefault((span.pool, span.rank, span.node), []).append(span)
+            by_place.setdefault((span.node, span.pool, span.rank), []).append(span)
     if not by_place:
         return None
-    places = sorted(by_place)[:MAX_RANKS]
-    has_nodes = len({node for _, _, node in by_place}) > 1
+    places = sorted(by_place, key=row_order)[:MAX_RANKS]
+    has_nodes = len({node for node, _, _ in by_place}) > 1
     shown = [(row, span) for row, place in enumerate(places) for span in by_place[place]]
     shown = sorted(shown, key=lambda one: one[1].start_s)[-MAX_SPANS:]
     first_s = shown[0][1].start_s
@@ -249,7 +249,7 @@ def draw_timeline(
         axes.autoscale_view()
         names = [
             _label(f"{node if has_nodes else ''} {pool} rank {rank}".replace("  ", " ").strip())
-            for pool, rank, node in places
+            for node, pool, rank in places
         ]
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()

@@ -24,6 +24,13 @@ Event = dict[str, Any]
 Place = tuple[str, str, int]
 """Node, pool and rank."""
 
+
+def row_order(place: Place) -> tuple[str, int, str, int, str]:
+    """Return the sort key of a rank's row: by pool and rank, engines (NAME.2, NAME.10) by number."""
+    node, pool, rank = place
+    return pool.partition(".")[0], len(pool), pool, rank, node
+
+
 _logger = logging.getLogger(__name__)
 
 
@@ -144,7 +151,7 @@ class TimelineWriter:
         """Number new nodes and ranks, in order of pool and rank; return the metadata that name them."""
         rows = {(one.node, one.pool, one.rank): one.row for one in records}
         events = list[Event]()
-        for place in sorted(rows.keys() - self._tids.keys(), key=lambda place: place[1:]):
+        for place in sorted(rows.keys() - self._tids.keys(), key=row_order):
             node, pool, rank = place
             tid = self._tids[place] = max(self._tids.values(), default=0) + 1
             names: dict[str, dict[str, str | int]] = {}

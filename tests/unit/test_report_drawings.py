@@ -176,6 +176,18 @@ def test_the_first_of_many_ranks_are_shown_with_their_nodes(canvases: list[Any])
     assert (len(names), names[0], names[-1]) == (64, "node-0 main rank 0", "node-7 main rank 63")
 
 
+def test_engines_have_rows_in_the_order_of_their_numbers(canvases: list[Any]) -> None:
+    names = [*(f"engines.{number}" for number in range(12)), "main"]
+    draw_timeline([_span(0, 1, 0, pool=pool) for pool in reversed(names)])
+    shown = [text.get_text() for text in canvases[0].axes[0].get_yticklabels()]
+    assert shown == [f"{pool} rank 0" for pool in names]
+
+
+def test_pushes_and_switches_have_colours_of_their_own() -> None:
+    phases = ("generate", "switch", "weights", "updates", "log-probs", "scores", "prompts")
+    assert len(set(phase_colours(phases).values())) == len(phases)
+
+
 def test_a_phase_has_one_colour_however_it_is_spelt() -> None:
     colours = phase_colours(["log-probs", "mine", "log_probs", "generate", "mine too"])
     assert colours["log-probs"] == colours["log_probs"]
