@@ -266,13 +266,15 @@ class Future:
 
 
 def wait_any(calls: Sequence[Future]) -> None:
-    """Wait until one of the calls has ended or failed; raise WorkerTimeoutError if none does within its time limit."""
-    while calls and not any(call.done() for call in calls):
-        first = min(calls, key=lambda call: call.submitted_s + call.timeout_s)
+    """Wait until one of the calls has ended or failed; raise WorkerTimeoutError if one does not within its time limit."""
+    while pending := [call for call in calls if not call.done()]:
+        first = min(pending, key=lambda call: call.submitted_s + call.timeout_s)
         remaining = first.submitted_s + first.timeout_s - time.monotonic()
         if remaining <= 0:
             raise first.hang()
-        references = [ref for call in calls for ref in call._pending.values()]
+        if len(pending) < len(calls):
+            return
+        references = [ref for call in pending for ref in call._pending.values()]
         ray.wait(references, num_returns=1, timeout=remaining)
 
 

@@ -1,9 +1,11 @@
-"""Asynchronous GRPO that loses an engine in the middle of a run, or that writes down what it trains."""
+"""Asynchronous GRPO with an engine that dies, or hangs, in the middle of a run, or that writes down what it trains."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import ray
@@ -12,6 +14,8 @@ import torch
 from hybridengine.controller.rows import Rows
 from hybridengine.drivers.async_grpo import AsyncGrpo
 from hybridengine.drivers.roles import Roles, Sampling, Scorers, State
+
+HANG_S = 600.0
 
 
 class LosesEngine(AsyncGrpo):
@@ -24,6 +28,29 @@ class LosesEngine(AsyncGrpo):
         if str(sampling.step) in self.dies_in.split():
             ray.kill(roles.generation._engines[0].group.pool._processes[0])
         return super().step(roles, sampling, state)
+
+
+class HangsEngine(AsyncGrpo):
+    """Makes the first engine hang from its next call on at the begin of a step; its process stays alive."""
+
+    hangs_in: int = 2
+    """Step in which the engine hangs."""
+
+    def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
+        if sampling.step == self.hangs_in:
+            ray.get(roles.generation._engines[0].group.pool._processes[0].__ray_call__.remote(_make_hang))
+        return super().step(roles, sampling, state)
+
+
+def _make_hang(process: Any) -> None:
+    """Replace the engine's steps in this process."""
+    from hybridengine.backends.vllm.engine import VllmEngine
+
+    VllmEngine.advance = _hang  # type: ignore[method-assign]
+
+
+def _hang(engine: Any, num_steps: int) -> None:
+    time.sleep(HANG_S)
 
 
 class WritesBatches(AsyncGrpo):

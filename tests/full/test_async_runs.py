@@ -22,14 +22,14 @@ from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.report import keys
 from hybridengine.report.step_rows import Row, latest_rows, read_rows
 from hybridengine.rollouts.engines import ORDER_FILE
-from tests.full.async_faults import parity
+from tests.full.async_faults import HANG_S, parity
 from tests.full.test_faults import COMMAND, killed_at_the_end
 from tests.full.tiny_runs import SECTIONS, value
 from tests.warm_workers import warm_program
 
 pytestmark = pytest.mark.timeout(900)
 
-STEPS, ETA = 6, 2
+STEPS, ETA, LIMIT_S = 6, 2, 20
 ASYNCHRONOUS: dict[str, Any] = {
     "run": {"steps": STEPS, "eval_every": 0, "seed": 7, "live": False},
     "cluster": {
@@ -231,7 +231,24 @@ def test_without_staleness_the_run_is_the_synchronous_one(runs: Runs, name: str,
         assert (tensor - expected[name]).abs().max() < 1e-4, name
 
 
-def test_engines_that_do_not_answer_end_the_run_by_name(runs: Runs) -> None:
+def test_a_run_without_an_engine_left_starts_its_ranks_again(runs: Runs) -> None:
     outcome = runs("lonely", algorithm={"name": "tests.full.async_faults:LosesEngine", "dies_in": "1 2"})
     assert outcome.status in (0, 1)
     assert "starting the ranks again (1 of at most 3 times)" in outcome.console
+
+
+def test_an_engine_that_hangs_is_named_and_ends_the_run(runs: Runs) -> None:
+    """Its process is alive, and the other engine goes on until the bound ends its work."""
+    begun_s = time.monotonic()
+    outcome = runs(
+        "hung",
+        algorithm={"name": "tests.full.async_faults:HangsEngine", "hangs_in": 2},
+        timeouts={"call_s": LIMIT_S},
+        faults={"max_restarts": 0},
+    )
+    assert outcome.status == 1
+    assert "failed in step 2; " in outcome.console
+    named = rf"generation\.advance did not end within {LIMIT_S} s: 1 of 1 ranks have not answered.*\n"
+    named += r"  rank 0 \(.*, pool engines\.0\): in _hang \("
+    assert re.search(named, outcome.errors), outcome.errors
+    assert time.monotonic() - begun_s < HANG_S / 2

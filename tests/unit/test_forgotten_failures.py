@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import ray
 
-from hybridengine.controller.calls import CallLog, Future, call_log
+from hybridengine.controller.calls import CallLog, Future, call_log, wait_any
 from hybridengine.controller.failures import RankFailure, rank_failed
 from hybridengine.controller.pool import ResourcePool
-from hybridengine.errors import WorkerError
+from hybridengine.errors import WorkerError, WorkerTimeoutError
 
 
 def failed(pool: ResourcePool, role: str, inputs: tuple[Future, ...] = ()) -> Future:
@@ -25,6 +26,23 @@ def log(monkeypatch: pytest.MonkeyPatch) -> CallLog:
     log = call_log()
     monkeypatch.setattr(log, "unfinished", [])
     return log
+
+
+def test_a_call_beyond_its_limit_is_named_although_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`wait_any` would otherwise not notice a hung engine among many that end one call after another."""
+    pool = ResourcePool([1], name="engines.1")
+    hung = Future(
+        pool, "generation", "advance", {0: ray.ObjectRef.nil()}, places=["pool engines.1"], timeout_s=60.0
+    )
+    ended = Future(pool, "generation", "advance", {}, places=[], timeout_s=60.0)
+    monkeypatch.setattr(hung, "poll", lambda: False)
+    monkeypatch.setattr("hybridengine.controller.calls.words_of", lambda pending: {})
+    wait_any([ended, hung])
+    hung.submitted_s -= 60
+    with pytest.raises(
+        WorkerTimeoutError, match=r"generation\.advance did not end within 60 s.*\n.*pool engines\.1"
+    ):
+        wait_any([ended, hung])
 
 
 def test_two_calls_that_have_failed_are_told_one_after_the_other(log: CallLog) -> None:
