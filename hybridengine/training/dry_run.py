@@ -142,6 +142,8 @@ def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[s
 
 def phase_bytes(config: RunConfig, pool: str, cost: SwitchCost) -> dict[str, int]:
     """Return the model bytes of a pool's fullest rank, by phase; the only phase is "always" if the actor is elsewhere."""
+    if "generation" in config.pools[pool].roles:
+        return {"always": engine_weight_bytes(config) + config.rollout.kv_cache_bytes}
     states = [
         memory.states(
             is_actor=holder.role == "actor",

@@ -25,6 +25,7 @@ from hybridengine.data.datasets import DemonstrationDataset
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.errors import HybridEngineError, OutputError, WorkerError, raise_all
 from hybridengine.formatting import format_bytes
+from hybridengine.planning.simulation.bound_prices import bound_warning
 from hybridengine.redaction import without_secrets
 from hybridengine.report.console import summary_table
 from hybridengine.report.step_rows import read_rows
@@ -83,6 +84,8 @@ def train(config: RunConfig) -> None:
                     say(f"  {change}")
             for line in layout_lines(config, cost_of(config)):
                 say(line)
+            if config.engines and (warning := bound_warning(config)):
+                say(f"{warning} (if the trainer is as fast as full engines; --dry-run prints all prices)")
             trackers = begun.enter_context(run_trackers(config))
             pools = RunPools(config)
             ends.push(begun.pop_all())

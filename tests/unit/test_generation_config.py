@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from hybridengine.drivers.async_grpo import AsyncGrpo
 from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.remax import Remax
 from hybridengine.errors import ConfigError
-from hybridengine.planning.simulation.bound_prices import relative_setting
-from hybridengine.training.dry_run import print_dry_run
+from hybridengine.planning.costs.memory import engine_weight_bytes
+from hybridengine.planning.simulation.bound_prices import bound_warning, relative_setting
+from hybridengine.training.dry_run import cost_of, phase_bytes, print_dry_run
 from tests.unit.test_config import problems_of
 
 ROOT = Path(__file__).parents[2]
@@ -196,6 +198,11 @@ def test_a_dry_run_warns_of_a_bound_below_the_longest_responses(
     assert "warning: the longest responses take" in text
     response = printed(loaded(file, *few, "staleness.max_versions=1", "staleness.bound=response"), capsys)
     assert "warning" not in response
+    warning = bound_warning(loaded(file, *few, "staleness.max_versions=1"))
+    assert warning is not None and warning in text
+    needed = re.search(r"choose at least (\d+), or", warning)
+    assert needed and bound_warning(loaded(file, *few, f"staleness.max_versions={needed[1]}")) is None
+    assert bound_warning(loaded(file, *few, "staleness.max_versions=0")) is None
 
 
 def test_a_dry_run_of_a_synchronous_run_has_no_bound(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,6 +224,12 @@ def test_memory_of_an_engines_rank(file: Path, capsys: pytest.CaptureFixture[str
 
 def _size(kib: float) -> list[str]:
     return [f"{kib / 1024:.1f}", "MiB"] if kib >= 1024 else [f"{kib:.1f}", "KiB"]
+
+
+def test_the_doctor_counts_an_engines_weights_and_cache(file: Path) -> None:
+    config = loaded(file, "rollout.kv_cache_bytes=1GiB")
+    engine = phase_bytes(config, "engines", cost_of(config))
+    assert engine == {"always": engine_weight_bytes(config) + 2**30}
 
 
 def test_the_relative_setting_keeps_the_ratio_of_batch_and_slots(file: Path) -> None:

@@ -134,6 +134,10 @@ def test_the_text_names_the_bound_and_shares_of_tokens(file: str, capsys: pytest
         (["--devices", "8"], "--devices 8 must be the 16 ranks of the configuration's pools"),
         (["rollout.kv_cache_bytes=200GiB"], "GiB on a device, which has"),
         (["cluster.pools.engines.ranks_per_node=[7]"], "do not divide the 7"),
+        (
+            ["timeouts.call_s=61", "generation.steps_per_call=65536"],
+            "and a call must take less than timeouts.call_s=61; lower the one or raise the other",
+        ),
     ],
 )
 def test_what_contradicts_the_configured_pools(

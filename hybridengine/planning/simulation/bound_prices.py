@@ -90,14 +90,18 @@ def longest_span(setting: Setting, max_staleness: float) -> float:
     return slots * setting.lengths.max_tokens / (setting.lengths.mean * setting.batch_size)
 
 
-def late_line(span: float, max_staleness: float, bound: Bound) -> str | None:
-    """Return a warning if `token` cannot keep the first tokens of the longest responses, which take `span` iterations."""
-    if bound != "token" or math.floor(span) <= max_staleness:
+def late_line(span: float, max_staleness: float, bound: Bound, longest: float | None = None) -> str | None:
+    """Return a warning if `token` cannot keep the first tokens of the longest responses, which take `span` iterations.
+
+    At 0, a batch has all responses that are begun, so that no token is older. `longest` is their span if the bound admits
+    as many responses as engines have slots, if that is more.
+    """
+    if bound != "token" or not max_staleness or math.floor(span) <= max_staleness:
         return None
     return (
         f"warning: the longest responses take {span:.1f} iterations, and staleness.max_versions={max_staleness:g} with"
         f" bound=token masks tokens that are older, so that their beginnings are never trained; choose at least"
-        f" {math.floor(span)}, or staleness.bound=response, or fewer slots (rollout.max_num_seqs)"
+        f" {math.floor(longest or span)}, or staleness.bound=response, or fewer slots (rollout.max_num_seqs)"
     )
 
 
@@ -140,6 +144,13 @@ def _max_running(config: RunConfig, lengths: Lengths) -> int:
     return max(1, min(rollout.max_num_seqs, int(rollout.kv_cache_bytes / row_bytes)))
 
 
+def bound_warning(config: RunConfig) -> str | None:
+    """Return a warning if the bound masks the beginnings of the longest responses in `relative_setting`."""
+    setting, eta = relative_setting(config), config.staleness.max_versions
+    spans = [longest_span(setting, bound) for bound in (eta, math.inf)]
+    return late_line(spans[0], eta, config.staleness.bound, spans[1])
+
+
 def price_lines(config: RunConfig) -> Iterator[str]:
     """Yield the table of prices for an asynchronous run, with the configured bound marked."""
     setting, chosen = relative_setting(config), config.staleness
@@ -169,8 +180,7 @@ def price_lines(config: RunConfig) -> Iterator[str]:
     else:
         span = longest_span(setting, math.inf)
         yield f"neither bound is free up to {SHOWN}: the longest responses take {span:.1f} iterations of full engines"
-    span = longest_span(setting, chosen.max_versions)
-    if warning := late_line(span, chosen.max_versions, chosen.bound):
+    if warning := bound_warning(config):
         yield warning
 
 

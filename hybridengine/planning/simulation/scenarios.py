@@ -169,6 +169,15 @@ class Scenarios:
                 f" {needed / 2**30:.1f} GiB on a device, which has {room / 2**30:.1f} GiB for models; take more ranks for"
                 " an engine, or a smaller cache"
             )
+        steps, limit_s = config.generation.steps_per_call, config.timeouts.call_s
+        running, work = engines.max_running, self.workload
+        context_tokens = running * (work.prompt_tokens + work.lengths.mean_position)
+        call_s = steps * engines.engine.step_s(running, context_tokens)
+        if call_s >= limit_s:
+            raise ConfigError(
+                f"generation.steps_per_call={steps} engine steps with {running} responses take {call_s:.3g} s, and a call"
+                f" must take less than timeouts.call_s={limit_s:g}; lower the one or raise the other"
+            )
         setting = self._setting(engines, rest, plan.step_s, self._update_s(engines))
         return Run(setting, plan, engines, config.num_ranks - rest, rest, plan.step_s)
 
