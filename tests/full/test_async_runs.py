@@ -126,6 +126,7 @@ def test_a_repeated_order_of_calls_gives_the_weights_of_a_run_that_was_killed(
 
 
 def test_no_token_is_trained_beyond_the_bound(resumed: Outcome) -> None:
+    assert "warning: the longest responses take" in resumed.console
     assert [row[keys.STEP] for row in resumed.rows] == [*range(1, STEPS + 1)]
     ages = [value(row, "staleness/age_mean") for row in resumed.rows]
     assert ages[0] == 0 < max(ages)
