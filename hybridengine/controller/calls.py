@@ -103,6 +103,8 @@ class Future:
         """
         self.number, self.submitted_s = next(self._numbers), time.monotonic()
         self.pool, self.role, self.method, self.timeout_s = pool, role, method, timeout_s
+        self.running_s = math.inf
+        """Moment at which `wait_any` has first seen that ranks carry it out."""
         self.failures: list[RankFailure] = []
         """Failures of the ranks that have answered."""
         self.num_ranks, self._places = len(outcomes), places
@@ -266,16 +268,32 @@ class Future:
 
 
 def wait_any(calls: Sequence[Future]) -> None:
-    """Wait until one of the calls has ended or failed; raise WorkerTimeoutError if one does not within its time limit."""
+    """Wait until one of the calls has ended or failed.
+
+    Raises WorkerTimeoutError for a call that they depend on and that has not ended within its limit, counted from when it
+    was first seen running; also if others have ended, as engines do all the time.
+    """
     while pending := [call for call in calls if not call.done()]:
-        first = min(pending, key=lambda call: call.submitted_s + call.timeout_s)
-        remaining = first.submitted_s + first.timeout_s - time.monotonic()
-        if remaining <= 0:
-            raise first.hang()
+        now = time.monotonic()
+        for call in (running := _running(pending)):
+            call.running_s = min(call.running_s, now)
+            if call.running_s + call.timeout_s <= now:
+                raise call.hang()
         if len(pending) < len(calls):
             return
+        left_s = (call.running_s + call.timeout_s - now for call in running)
         references = [ref for call in pending for ref in call._pending.values()]
-        ray.wait(references, num_returns=1, timeout=remaining)
+        ray.wait(references, num_returns=1, timeout=min(left_s, default=pending[0].timeout_s))
+
+
+def _running(calls: Sequence[Future]) -> list[Future]:
+    """Return the calls that ranks carry out now, on the pools of these calls and of those whose rows they read."""
+    pools = {id(one.pool) for call in calls for one in (call, *call.inputs)}
+    oldest = dict[int, Future]()
+    for call in list(call_log().unfinished):
+        if (place := id(call.pool)) in pools and place not in oldest and not call.poll():
+            oldest[place] = call
+    return [call for call in oldest.values() if not call.failures and all(one.poll() for one in call.inputs)]
 
 
 def lost_results(what_ended: str, error: RayError) -> WorkerError:

@@ -28,21 +28,44 @@ def log(monkeypatch: pytest.MonkeyPatch) -> CallLog:
     return log
 
 
-def test_a_call_beyond_its_limit_is_named_although_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`wait_any` would otherwise not notice a hung engine among many that end one call after another."""
-    pool = ResourcePool([1], name="engines.1")
-    hung = Future(
-        pool, "generation", "advance", {0: ray.ObjectRef.nil()}, places=["pool engines.1"], timeout_s=60.0
+def unfinished(log: CallLog, monkeypatch: pytest.MonkeyPatch, pool: ResourcePool, method: str) -> Future:
+    """Return a call that no rank has answered."""
+    call = Future(
+        pool, "role", method, {0: ray.ObjectRef.nil()}, places=[f"pool {pool.name}"], timeout_s=60.0
     )
-    ended = Future(pool, "generation", "advance", {}, places=[], timeout_s=60.0)
-    monkeypatch.setattr(hung, "poll", lambda: False)
+    monkeypatch.setattr(call, "poll", lambda: not call.missing)
+    log.unfinished.append(call)
+    return call
+
+
+def test_a_hung_call_is_named_although_others_end(log: CallLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that hangs would otherwise go unnoticed among many that end one call after another."""
     monkeypatch.setattr("hybridengine.controller.calls.words_of", lambda pending: {})
+    hung = unfinished(log, monkeypatch, ResourcePool([1], name="engines.1"), "advance")
+    ended = Future(ResourcePool([1]), "role", "advance", {}, places=[], timeout_s=60.0)
     wait_any([ended, hung])
-    hung.submitted_s -= 60
+    hung.running_s -= 60
     with pytest.raises(
-        WorkerTimeoutError, match=r"generation\.advance did not end within 60 s.*\n.*pool engines\.1"
+        WorkerTimeoutError, match=r"role\.advance did not end within 60 s.*\n.*pool engines\.1"
     ):
         wait_any([ended, hung])
+
+
+def test_the_limit_of_a_call_does_not_count_those_before_it(
+    log: CallLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`wait_any` names the call that runs, not one that has waited for it for as long."""
+    monkeypatch.setattr("hybridengine.controller.calls.words_of", lambda pending: {})
+    pool, ended = ResourcePool([1]), Future(ResourcePool([1]), "role", "x", {}, places=[], timeout_s=60.0)
+    first, second = (unfinished(log, monkeypatch, pool, name) for name in ("log_probs", "update"))
+    wait_any([second, ended])
+    assert first.running_s < second.running_s
+    second.submitted_s -= 100
+    first._pending.clear()
+    wait_any([second, ended])
+    second.running_s -= 60
+    with pytest.raises(WorkerTimeoutError, match=r"role\.update did not end within 60 s"):
+        wait_any([second, ended])
 
 
 def test_two_calls_that_have_failed_are_told_one_after_the_other(log: CallLog) -> None:
