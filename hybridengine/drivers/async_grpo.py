@@ -16,10 +16,11 @@ class AsyncGrpo(Grpo):
         """Run one iteration; return its metrics."""
         actor, engines, version = roles.actor, roles.generation, sampling.step - 1
 
-        batch = engines.take(version, roles.reward)
+        batch, scores = engines.take(version, roles.reward)
         batch = batch.union(
             actor.compute_log_probs(batch),
             roles.reference.compute_log_probs(batch),
+            scores,
         )
         batch = with_advantages(roles, batch, self, sampling.samples_per_prompt, columns=["fresh"])
         update = actor.update(batch, self, version)

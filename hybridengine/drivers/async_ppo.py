@@ -19,11 +19,12 @@ class AsyncPpo(Ppo):
         """Run one iteration; return its metrics."""
         actor, critic, engines, version = roles.actor, roles.critic, roles.generation, sampling.step - 1
 
-        batch = engines.take(version, roles.reward)
+        batch, scores = engines.take(version, roles.reward)
         batch = batch.union(
             actor.compute_log_probs(batch),
             roles.reference.compute_log_probs(batch),
             critic.compute_values(batch),
+            scores,
         )
         columns = ["values", "fresh"]
         batch = with_advantages(roles, batch, self, sampling.samples_per_prompt, columns=columns)

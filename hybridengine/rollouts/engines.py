@@ -102,15 +102,15 @@ class Engines:
 
     # ---- what dataflows call ----
 
-    def take(self, version: int, scorers: Scorers) -> Rows:
-        """Return the rows of the next batch, which trains the weights of `version`, once it is complete.
+    def take(self, version: int, scorers: Scorers) -> tuple[Rows, Rows]:
+        """Return the next batch, which trains the weights of `version`, once it is complete, and its scores.
 
         With `generation.max_tries` above 1, prompts whose responses all have the same score are dropped before, and
         others take their places (dynamic sampling).
 
         Columns: those of the prompts, `tokens` [B, P + R], `response_lengths` [B], [B, R] each `rollout_log_probs`,
-        `versions` (int32, -1 after the response), and `fresh`, which is False at tokens too old to be trained, and those
-        of `scorers`.
+        `versions` (int32, -1 after the response), and `fresh`, which is False at tokens too old to be trained. The scores
+        have the columns of `scorers`.
         """
         assert version == self.queue.num_taken, f"batch {self.queue.num_taken} cannot train version {version}"
         begun_s = time.monotonic()
@@ -120,9 +120,10 @@ class Engines:
         batch = self.queue.take()
         rows = self._rows(version, batch.rollouts)
         if not scores:
-            return rows.union(scorers.compute_scores(rows))
+            return rows, scorers.compute_scores(rows)
         prompts = [rollout.number // self.queue.samples for rollout in batch.rollouts[:: self.queue.samples]]
-        return rows.union(cast(TensorDict, torch.cat([scores[prompt] for prompt in prompts])))  # pyright: ignore[reportCallIssue, reportArgumentType]
+        joined = torch.cat([scores[prompt] for prompt in prompts])  # pyright: ignore[reportCallIssue, reportArgumentType]
+        return rows, Rows.of(cast(TensorDict, joined))
 
     def _fill(self, step: int) -> None:
         """Keep the engines at work until the next batch is ready, the actor's among them if the settings say so."""

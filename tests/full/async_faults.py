@@ -61,11 +61,11 @@ class WritesBatches(AsyncGrpo):
     def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
         take = roles.generation.take
 
-        def taken(version: int, scorers: Scorers) -> Rows:
-            batch = take(version, scorers)
-            columns = batch.get("tokens", "prompt_lengths", "response_lengths", "scores")
+        def taken(version: int, scorers: Scorers) -> tuple[Rows, Rows]:
+            batch, scores = take(version, scorers)
+            columns = batch.union(scores).get("tokens", "prompt_lengths", "response_lengths", "scores")
             torch.save(dict(columns), Path(self.folder) / f"{sampling.step}.pt")
-            return batch
+            return batch, scores
 
         with patch.object(roles.generation, "take", taken):
             return super().step(roles, sampling, state)

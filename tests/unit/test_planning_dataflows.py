@@ -88,9 +88,9 @@ EXPECTED = {
 }
 ASYNCHRONOUS = """
 0 generation.take             -        rows
-1 actor.compute_log_probs     0        rows
-2 reference.compute_log_probs 0        rows
-3 reward.compute_scores       0        rows
+1 reward.compute_scores       0        rows
+2 actor.compute_log_probs     0        rows
+3 reference.compute_log_probs 0        rows
 4 compute.map                 0-3      rows
 5 actor.update                0-4      rows
 6 compute.measure             0-4      rows
@@ -101,10 +101,10 @@ ROWS = {"rows": 15, "prompts": 5, "pairs": 10}
 EXPECTED |= dict.fromkeys(("grpo", "reinforce_plus_plus"), EXPECTED["rloo"])
 ASYNCHRONOUS_PPO = """
 0 generation.take             -        rows
-1 actor.compute_log_probs     0        rows
-2 reference.compute_log_probs 0        rows
-3 critic.compute_values       0        rows
-4 reward.compute_scores       0        rows
+1 reward.compute_scores       0        rows
+2 actor.compute_log_probs     0        rows
+3 reference.compute_log_probs 0        rows
+4 critic.compute_values       0        rows
 5 compute.map                 0-4      rows
 6 critic.update               0-5      rows
 7 actor.update                0-5      rows

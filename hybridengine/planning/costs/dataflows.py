@@ -194,10 +194,10 @@ class _Group:
 class _Engines(_Group):
     """Stand-in for engines on ranks of their own, which generate all the time, so that only two methods are calls."""
 
-    def take(self, version: int, scorers: _Group) -> _Result:
-        """Return a batch with its scores."""
+    def take(self, version: int, scorers: _Group) -> tuple[_Result, _Result]:
+        """Return a batch and its scores."""
         rows = self.trace.record(self.role, "take", version)
-        return rows.union(scorers.compute_scores(rows))
+        return rows, scorers.compute_scores(rows)
 
     def work_until(self, *results: _Result) -> None:
         """Wait for the results of other groups."""
