@@ -19,7 +19,8 @@ from tinker import types
 from hybridengine.algorithms.losses.client_inputs import FLOAT32_MAX, FLOAT32_TINY
 from hybridengine.errors import HybridEngineError, RanksLostError, RequestError
 from hybridengine.serving.ranks import Prompt, Ranks, Weights
-from hybridengine.serving.store import KEPT, Base, Checkpoint, Model, Request, Sampler, Store
+from hybridengine.serving.samplers import check_named, sampler_id, weights_of
+from hybridengine.serving.store import KEPT, NEW_WEIGHTS, Base, Checkpoint, Model, Request, Sampler, Store
 from hybridengine.serving.tinker_wire import (
     decode_forward_backward,
     decode_prompt,
@@ -34,6 +35,7 @@ PROMPT = "prompt"
 """Kind of a request whose body is a `Prompt`, for the weights that the ranks hold."""
 PROMPTS = TypeAdapter(Prompt)
 
+MOST_TTL_S = 10 * 365 * 24 * 3600
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -69,6 +71,9 @@ class Execution:
         self.store = store
         self.folder = folder
         self._has_gradients = False  # gradients wait on the ranks for their optimizer step
+        self._held: str | None = (
+            None  # model whose weights the ranks hold, as they are at the step in the store
+        )
         self._methods = {
             "create_model": self._create_model,
             "forward": self._forward_backward,
@@ -83,7 +88,11 @@ class Execution:
         """Carry a request of a model out; raise RequestError if the client has to change it."""
         if request.kind not in self._methods:
             raise RequestError(f"{request.kind} is not served; served are {', '.join(self._methods)}")
-        return self._methods[request.kind](request)
+        if request.kind in NEW_WEIGHTS:
+            self._held = None
+        outcome = self._methods[request.kind](request)
+        self._held = request.owner
+        return outcome
 
     def check_model(
         self,
@@ -102,6 +111,11 @@ class Execution:
                 f"lora_config.rank={lora.rank} is not served: all weights are trained; use lora_rank=0 for full"
                 " fine-tuning"
             )
+        for part in ("train_unembed", "train_mlp", "train_attn"):
+            if lora is not None and not getattr(lora, part):
+                raise RequestError(
+                    f"lora_config.{part}=false is not served: all weights are trained; leave it out"
+                )
 
     def checkpoint(self, path: str) -> Checkpoint:
         """Return the checkpoint at a tinker:// path; raise RequestError if there is none."""
@@ -115,7 +129,13 @@ class Execution:
     def create_sampler(self, message: types.CreateSamplingSessionRequest) -> str:
         """Return the id of a sampling session from a checkpoint or from the base model; a retry finds the first one."""
         key = sampler_id(message.session_id, message.sampling_session_seq_id)
-        if self.store.find(Sampler, key) is None:
+        known = self.store.find(Sampler, key)
+        if known is not None and known.checkpoint != message.model_path:
+            raise RequestError(
+                f"sampling_session_seq_id={message.sampling_session_seq_id} is that of another sampler; number samplers"
+                " as the SDK does"
+            )
+        if known is None:
             self.store.session(message.session_id)
             self.check_model(message.base_model, None)
             if message.base_model is None and message.model_path is None:
@@ -133,13 +153,17 @@ class Execution:
             self.store.add(sampler)
         return key
 
-    def keep_weights(self, model_id: str, num_kept: int) -> bool:
-        """Save a model's weights, which are about to change, if a sampler is frozen at their step; return whether it did.
+    def keep_weights(self, num_kept: int) -> bool:
+        """Save the weights on the ranks, which are about to change, if a sampler is frozen at them; return whether.
 
-        The client may sample from them while it trains. Those of the `num_kept` newest steps are kept.
+        Its client may sample from them while it trains. Those of the `num_kept` newest steps of a model are kept. Raises
+        RanksLostError; the next call then saves nothing.
         """
+        model_id, self._held = self._held, None
+        if model_id is None or not num_kept:
+            return False
         model = self.store.get(Model, model_id)
-        if not num_kept or not self.store.has_samplers(model):
+        if not self.store.has_samplers(model):
             return False
         folder = self._folder(model_id, KEPT, f"step-{model.step:06d}")
         try:
@@ -155,14 +179,18 @@ class Execution:
         self.store.keep(kept, num_kept)
         return True
 
+    def forget(self) -> None:
+        """Take note of new ranks, which hold no model's weights."""
+        self._has_gradients, self._held = False, None
+
     def restore(self, model_id: str) -> None:
-        """Give the ranks what a model had after its last request that was done: its checkpoint, and all changes since."""
+        """Give new ranks what a model had after its last request that was done: its checkpoint, and all changes since."""
         replay = self.store.replay(model_id)
-        self._has_gradients = False
         if replay.checkpoint is not None:
             self.ranks.load(Path(replay.checkpoint.folder), True)
         for request in replay.again:
             self.carry_out(request)
+        self._held = model_id
 
     def sample(
         self, requests: Sequence[Request], holder: Model | None, newest: bool
@@ -182,7 +210,9 @@ class Execution:
                     prompt = PROMPTS.validate_json(request.body)
                 else:
                     message = parse(types.SampleRequest, request.body)
-                    weights = self._weights(self.store.get(Sampler, request.owner), holder, newest)
+                    sampler = self.store.get(Sampler, request.owner)
+                    check_named(message, sampler)
+                    weights = weights_of(self.store, sampler, holder, self._held, newest)
                     prompt = decode_prompt(message, self.ranks.facts, request.id)
                 groups[weights][request.id] = prompt
             except RequestError as error:
@@ -208,31 +238,6 @@ class Execution:
             for each in prompts.items()
             for key, result in self._draw(dict([each]), weights).items()
         }
-
-    def _weights(self, sampler: Sampler, holder: Model | None, newest: bool) -> Weights:
-        """Return the weights that a sampler means; raise RequestError if they are neither on the ranks nor saved."""
-        if sampler.model_id is None:
-            return "base"
-        live = holder if holder is not None and holder.id == sampler.model_id else None
-        if live is not None and sampler.step in (None, live.step):
-            return "live"
-        if sampler.folder is not None:
-            saved = self.store.find(Checkpoint, sampler.folder)
-            if saved is not None and not saved.gone:
-                return Path(sampler.folder)
-            if sampler.checkpoint is not None:
-                raise RequestError(
-                    f"sampler {sampler.id} holds weights of {sampler.checkpoint} that have been deleted or have expired;"
-                    " create a sampling client from another checkpoint"
-                )
-        if live is not None and newest:
-            return "live"
-        held = "newest weights" if sampler.step is None else f"weights of step {sampler.step}"
-        now = f"is at step {live.step}" if live else f"{sampler.model_id} no longer holds the ranks"
-        raise RequestError(
-            f"sampler {sampler.id} holds the {held}, which are no longer kept: the model {now}; save a new sampler,"
-            " save weights under a name and sample from that checkpoint, or raise the server's serve.kept_steps"
-        )
 
     def _create_model(self, request: Request) -> Outcome:
         self.ranks.begin_model()
@@ -283,8 +288,14 @@ class Execution:
             saved = self._save(request, "sampler", message.path, message.ttl_seconds, overwrite=False)
             return _json({"type": "save_weights_for_sampler", "path": saved.path}, saved)
         model = self.store.get(Model, request.owner)
+        key = sampler_id(model.session_id, message.sampling_session_seq_id)
+        if self.store.find(Sampler, key) is not None:
+            raise RequestError(
+                f"sampling_session_seq_id={message.sampling_session_seq_id} is that of a sampler that exists; number"
+                " samplers as the SDK does"
+            )
         sampler = Sampler(
-            id=sampler_id(model.session_id, message.sampling_session_seq_id),
+            id=key,
             session_id=model.session_id,
             base_model=model.base_model,
             model_id=model.id,
@@ -296,6 +307,8 @@ class Execution:
         self, request: Request, kind: str, name: str | None, ttl_s: int | None, overwrite: bool
     ) -> Checkpoint:
         """Save under a folder of this request's own, so that a crash leaves earlier checkpoints as they were."""
+        if ttl_s is not None and not 1 <= ttl_s <= MOST_TTL_S:
+            raise RequestError(f"ttl_seconds={ttl_s} must be 1 to {MOST_TTL_S} (ten years), or be left out")
         name = name or f"{request.seq_id:06d}"
         if not _NAME.fullmatch(name):
             raise RequestError(
@@ -323,7 +336,11 @@ class Execution:
         for remains in (partial, folder):
             shutil.rmtree(remains, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        write(partial)
+        try:
+            write(partial)
+        except Exception:
+            shutil.rmtree(partial, ignore_errors=True)  # a full disk would stay full
+            raise
         partial.rename(folder)
 
     def _saved(self, folder: Path, kind: str, path: str, model: Model) -> Checkpoint:
@@ -339,11 +356,6 @@ class Execution:
             resumable=not model.gradients,
             created_s=time.time(),
         )
-
-
-def sampler_id(session_id: str, seq_id: int) -> str:
-    """Return the id of a sampling session, which a client and a training client of the same session count together."""
-    return f"{session_id}:sample:{seq_id}"
 
 
 def _check_adam(adam: types.AdamParams) -> None:

@@ -84,8 +84,16 @@ def _renewed(store: Store, holder: str) -> bool:
 def _is_over(lease: Lease) -> bool:
     here = lease.host == socket.gethostname()
     # a process id of this process was that of an earlier one, as in a container that starts again
-    gone = here and (lease.pid == os.getpid() or not psutil.pid_exists(lease.pid))
+    gone = here and (lease.pid == os.getpid() or not _is_alive(lease.pid))
     return gone or time.time() - lease.renewed_s >= LEASE_S
+
+
+def _is_alive(pid: int) -> bool:
+    """Return whether a process exists and has not ended; its parent may not have asked for its status."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _refusal(lease: Lease | None) -> str:

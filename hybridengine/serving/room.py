@@ -22,6 +22,7 @@ from hybridengine.serving.restarts import Restarts, cause_of
 from hybridengine.serving.results import Results, record
 from hybridengine.serving.store import (
     CHANGES,
+    NEW_WEIGHTS,
     POISONED,
     QUEUED,
     STEPS,
@@ -119,7 +120,7 @@ class Room:
         """Why no requests are carried out now; None while they are."""
         if self.failure is not None:
             return f"the server ends, and can be started again: {cause_of(self.failure)}"
-        return self._restarts.notice
+        return self._restarts.notice or self.store.trouble
 
     def wait_reason(self, request: Request) -> str | None:
         """Return what a request waits for besides its turn among the others: the ranks' restart, or another model."""
@@ -283,6 +284,7 @@ class Room:
     def _restore(self) -> None:
         """Give new ranks what the model in training had; stop that model if this fails, or fails again."""
         model_id = self._turns.holder
+        self._execution.forget()
         if model_id is None:
             return
         try:
@@ -326,9 +328,18 @@ class Room:
         request = self.store.get(Request, request_id)
         if request.state != QUEUED:  # its session has ended meanwhile
             return
+        if request.kind in NEW_WEIGHTS:
+            try:
+                if self._execution.keep_weights(self._kept_steps):
+                    self._upkeep_s = -math.inf  # an older folder may go
+            except (
+                RanksLostError
+            ) as error:  # not the fault of this request, which is carried out on new ranks
+                logger.warning("the weights before %s are not kept: %s", request_id, cause_of(error))
+                self._restarts.recover(error, self._restore)
+                if self.store.get(Request, request_id).state != QUEUED:
+                    return
         try:
-            if request.kind in STEPS and self._execution.keep_weights(request.owner, self._kept_steps):
-                self._upkeep_s = -math.inf  # an older folder may go
             outcome = self._execution.carry_out(request)
         except Exception as error:  # the server stays; the client of this model learns of it
             if not self._restarts.is_first(request_id, error):

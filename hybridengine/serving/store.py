@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 import sqlalchemy
 from sqlalchemy import JSON, BigInteger, ForeignKey, LargeBinary, UniqueConstraint, event, select
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
 from sqlalchemy.orm import Session as Transaction
 
@@ -21,7 +22,9 @@ WAITING, LIVE, POISONED, ENDED = "waiting", "live", "poisoned", "ended"
 CHANGES = ("create_model", "forward_backward", "optim_step", "load_weights")
 """Kinds of requests that change weights, gradients or optimizer, and so are carried out again after a restart."""
 STEPS = ("optim_step", "load_weights")
-"""Those that change weights."""
+"""Those after which a model's weights are others."""
+NEW_WEIGHTS = ("create_model", *STEPS)
+"""Those that change the weights on the ranks."""
 KEPT = "kept"
 """Kind of a checkpoint that the server has made for samplers of a step that is over."""
 
@@ -179,6 +182,8 @@ class Store:
         Base.metadata.create_all(self._engine)
         self._transactions = sessionmaker(self._engine, expire_on_commit=False)
         self._writer = threading.Lock()
+        self.trouble: str | None = None
+        """Why the last transaction failed; None if it did not."""
 
     def _check_columns(self) -> None:
         inspector = sqlalchemy.inspect(self._engine)
@@ -204,8 +209,13 @@ class Store:
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Transaction]:
         """Commit what the body adds and changes, or nothing if it raises."""
-        with self._writer, self._transactions.begin() as transaction:
-            yield transaction
+        try:
+            with self._writer, self._transactions.begin() as transaction:
+                yield transaction
+        except OperationalError as error:
+            self.trouble = f"the database cannot be written ({error.orig}); look for a full disk"
+            raise
+        self.trouble = None
 
     def add(self, *rows: Base) -> None:
         """Insert rows in one transaction."""

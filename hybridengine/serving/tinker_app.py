@@ -13,6 +13,7 @@ from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Response
 from fastapi import Request as Call
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
+from sqlalchemy.exc import OperationalError
 from tinker import types
 
 from hybridengine.errors import RequestError
@@ -77,6 +78,9 @@ def create_app(
 
     app = FastAPI(title="hybridengine", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(RequestError, _refuse)
+    app.add_exception_handler(
+        OperationalError, lambda _, error: _unavailable(room.store.trouble or str(error))
+    )
     api = APIRouter(prefix="/api/v1", dependencies=[Depends(check_key)])
     _add_sessions(api, room, max_body_bytes)
     _add_models(api, room, max_body_bytes)
@@ -102,6 +106,10 @@ def create_app(
 
 def _refuse(_: Call, error: Exception) -> JSONResponse:
     return JSONResponse({"error": str(error), "category": "user"}, 400)
+
+
+def _unavailable(reason: str) -> JSONResponse:
+    return JSONResponse({"error": reason, "category": "server"}, 503)
 
 
 def _add_sessions(api: APIRouter, room: Room, limit: int) -> None:

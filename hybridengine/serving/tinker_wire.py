@@ -252,14 +252,18 @@ def decode_prompt(request: types.SampleRequest, facts: ModelFacts, request_id: s
     for name, unset in (
         ("target_prompt_logprobs", None),
         ("prompt_alt_tokens_k", 0),
-        ("record_stability_info", None),
     ):
-        if (value := getattr(request, name)) != unset and value is not False:
+        if (value := getattr(request, name)) != unset:
             raise RequestError(f"{name}={shown(value)} is not served; leave it out")
+    if request.record_stability_info:
+        raise RequestError(
+            "record_stability_info=true, which the loss stable_reinforce needs, is not served; leave it out, and in"
+            " tinker-cookbook choose another loss, such as loss_fn=importance_sampling"
+        )
     if not all(isinstance(chunk, types.EncodedTextChunk) for chunk in request.prompt.chunks):
         raise RequestError("prompt has a chunk that is not text; send encoded_text chunks alone")
     tokens = tuple(request.prompt.to_ints())
-    check_ids("prompt", np.asarray(tokens, np.int64), facts)
+    check_ids("prompt", np.asarray(tokens, object), facts)
     room = facts.context_tokens - len(tokens)
     max_tokens = room if params.max_tokens is None else params.max_tokens
     if not tokens or not 1 <= max_tokens <= room:

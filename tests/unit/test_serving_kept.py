@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tinker import types
 
 from hybridengine.errors import RanksLostError, RequestError
 from hybridengine.serving.room import Room
@@ -109,14 +111,93 @@ def test_weights_that_are_kept_survive_a_restart_of_the_server(rooms: Rooms) -> 
     wait_for_folders(rooms, steps.model, ["step-000001"])
 
 
-def test_ranks_that_are_lost_while_weights_are_kept_keep_them_later(rooms: Rooms) -> None:
+@pytest.mark.parametrize("unforeseen", [False, True])
+def test_ranks_that_are_lost_while_weights_are_kept_take_the_step_without(
+    rooms: Rooms, unforeseen: bool
+) -> None:
+    """The step is not to blame; who samples afterwards learns of it."""
     ranks = TableRanks()
     steps = Steps(rooms.start(ranks, kept_steps=1, max_restarts=1))
     steps.sample()
-    ranks.errors["save_sampler"] = [RanksLostError("rank 1 has died", "0")]
+    ranks.errors["save_sampler"] = [RanksLostError("rank 1 has died", "0", unforeseen)]
     steps.train()
-    assert ranks.calls[-5:] == ["restart", "begin_model", "forward_backward", "save_sampler", "optim_step"]
+    assert ranks.calls[-4:] == ["restart", "begin_model", "forward_backward", "optim_step"]
+    with pytest.raises(
+        RequestError, match="weights of step 0, which are no longer kept: the model is at step 1"
+    ):
+        steps.draw(0, 1)
+    steps.sample()
+    steps.train()
+    assert steps.draw(1, 1) == steps.drawn[1]
+
+
+@pytest.mark.parametrize("kept_steps", [0, 1])
+def test_samplers_of_a_model_that_is_stopped(rooms: Rooms, kept_steps: int) -> None:
+    """They answer as long as the weights are on the ranks, and afterwards if they are kept."""
+    ranks = TableRanks()
+    steps = Steps(rooms.start(ranks, kept_steps=kept_steps))
+    steps.train()
+    steps.sample()
+    with pytest.raises(RequestError):
+        answer(steps.room, steps.submit("forward_backward", b"nonsense"))
     assert steps.draw(0, 1) == steps.drawn[0]
+    assert ranks.calls[-1] == "sample 1 live"
+    begin(steps.room)
+    if kept_steps:
+        assert steps.draw(0, 2) == steps.drawn[0]
+        assert ranks.calls[-1] == "sample 1 step-000001"
+    else:
+        with pytest.raises(
+            RequestError, match="no longer holds the ranks, and they are not kept; sample from"
+        ):
+            steps.draw(0, 2)
+
+
+def test_a_stopped_model_whose_ranks_are_lost_has_no_weights(rooms: Rooms) -> None:
+    """New ranks hold the base model's, which nobody may take for its own."""
+    ranks = TableRanks()
+    steps = Steps(rooms.start(ranks, kept_steps=1, max_restarts=1))
+    steps.train()
+    steps.sample()
+    ranks.errors["forward_backward"] = [RanksLostError("rank 1 ran out of memory", "0", True)]
+    with pytest.raises(RequestError):
+        answer(steps.room, steps.submit("forward_backward", passing(1)))
+    with pytest.raises(RequestError, match="no longer holds the ranks, and they are not kept"):
+        steps.draw(0, 1)
+    begin(steps.room)
+    assert "save_sampler" not in ranks.calls
+
+
+def test_each_model_keeps_its_own_steps(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks, kept_steps=1)
+    first = Steps(room)
+    first.sample()
+    first.train()
+    rooms.store.update(ClientSession, first.model.partition(":")[0], heartbeat_s=time.time() - 61)
+    second = Steps(room)
+    answer(room, second.submit("forward_backward", passing(5)))
+    answer(room, second.submit("optim_step", step(second.model)))
+    second.sample()
+    second.train()
+    assert first.draw(0, 1) == first.drawn[0] != second.drawn[0] == second.draw(0, 1)
+    assert (folders(rooms, first.model), folders(rooms, second.model)) == (["step-000000"], ["step-000001"])
+
+
+def test_a_save_that_fails_leaves_nothing_behind(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    steps = Steps(rooms.start(ranks))
+    ranks.save = ranks.save_sampler = fails_half_way  # type: ignore[method-assign]
+    for kind in ("save_weights", "save_weights_for_sampler"):
+        with pytest.raises(RequestError, match="No space left"):
+            answer(steps.room, steps.submit(kind, save(steps.model, path="name")))
+    assert not [path for path in rooms.folder.rglob("*") if path.name.endswith(".partial")]
+
+
+def fails_half_way(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "half").write_text("")
+    raise OSError("No space left on device")
 
 
 def test_weights_that_cannot_be_kept_do_not_stop_the_step(
@@ -138,6 +219,41 @@ def test_kept_weights_of_a_client_that_is_gone_are_removed(rooms: Rooms) -> None
     steps.train()
     assert steps.draw(0, 1) == steps.drawn[0]
     rooms.store.update(ClientSession, steps.model.partition(":")[0], heartbeat_s=time.time() - 61)
+    assert not rooms.store.prune(time.time())  # the model is live
     begin(steps.room)
+    assert not rooms.store.prune(time.time() - 60)
     gone = rooms.store.prune(time.time())
     assert [Path(checkpoint.folder).name for checkpoint in gone] == ["step-000000"]
+
+
+def test_what_a_sampler_names_is_its_own(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    steps = Steps(rooms.start(ranks))
+    steps.sample()
+    for settings, message in (
+        ({"base_model": "other"}, "base_model='other' is not that of sampler"),
+        ({"model_path": "tinker://a/b/c"}, r"model_path='tinker://a/b/c' is not that of sampler .* \(None\)"),
+    ):
+        body = json.dumps(json.loads(prompt()) | settings).encode()
+        number = 10 + len(message)
+        with pytest.raises(RequestError, match=message):
+            answer(steps.room, steps.room.submit(steps.samplers[0], number, "sample", body))
+    again = save(steps.model, sampling_session_seq_id=0, kind="inflight")
+    with pytest.raises(RequestError, match="sampling_session_seq_id=0 is that of a sampler that exists"):
+        answer(steps.room, steps.submit("save_weights_for_sampler", again))
+    session = steps.model.partition(":")[0]
+    base = types.CreateSamplingSessionRequest(
+        session_id=session, sampling_session_seq_id=7, base_model="tiny"
+    )
+    assert steps.room.create_sampler(base) == steps.room.create_sampler(base)
+    path = answer(steps.room, steps.submit("save_weights_for_sampler", save(steps.model, path="a")))["path"]
+    other = base.model_copy(update={"base_model": None, "model_path": path})
+    with pytest.raises(RequestError, match="sampling_session_seq_id=7 is that of another sampler"):
+        steps.room.create_sampler(other)
+
+
+@pytest.mark.parametrize("ttl_s", [0, -5, 10**400])
+def test_a_time_to_live_without_sense_is_refused(rooms: Rooms, ttl_s: int) -> None:
+    steps = Steps(rooms.start(TableRanks()))
+    with pytest.raises(RequestError, match=r"ttl_seconds=.* must be 1 to 315360000 \(ten years\)"):
+        answer(steps.room, steps.submit("save_weights", save(steps.model, ttl_seconds=ttl_s)))

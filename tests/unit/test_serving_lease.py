@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hybridengine.errors import ConfigError
@@ -52,9 +53,14 @@ def test_a_second_server_is_refused_until_the_first_has_ended(store: Store) -> N
         pass
 
 
-def test_the_lease_of_a_process_that_is_gone_is_free_at_once(store: Store) -> None:
+@pytest.mark.parametrize("reaped", [True, False])
+def test_the_lease_of_a_process_that_is_gone_is_free_at_once(store: Store, reaped: bool) -> None:
+    """Also if its parent has not asked for its status, as the first process of a container may never do."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
+    if reaped:
+        gone.wait()
+    while not reaped and psutil.Process(gone.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
     left_by(store, socket.gethostname(), gone.pid, age_s=0)
     with leased(store, ignore):
         assert store.get(Lease, Lease.KEY).pid == os.getpid()

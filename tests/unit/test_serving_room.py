@@ -235,7 +235,7 @@ def test_a_client_without_heartbeats_loses_the_ranks(rooms: Rooms) -> None:
         room.submit(model, 2, "optim_step", step(model))
     with pytest.raises(
         RequestError,
-        match=f"no longer kept: the model {model} no longer holds the ranks; save a new sampler",
+        match=f"of the model {model}, which no longer holds the ranks, and they are not kept; sample from",
     ):
         answer(room, room.submit(sampling, 0, "sample", prompt()))
     room.finish(second.partition(":")[0])
@@ -520,3 +520,14 @@ def test_a_room_that_has_broken_says_so(rooms: Rooms, monkeypatch: pytest.Monkey
     assert [request.id for request in rooms.store.queued()] == [accepted]
     late = room.submit(model, 2, "optim_step", step(model))
     assert rooms.store.find(Request, late) is None
+
+
+def test_a_sampler_of_a_deleted_checkpoint_is_refused_before_the_next_step(rooms: Rooms) -> None:
+    room = rooms.start(TableRanks())
+    model = begin(room)
+    path = answer(room, room.submit(model, 1, "save_weights_for_sampler", save(model, path="a")))["path"]
+    sampling = from_checkpoint(room, path)
+    assert answer(room, room.submit(sampling, 0, "sample", prompt()))
+    room.delete_checkpoint(path)
+    with pytest.raises(RequestError, match="have been deleted"):
+        answer(room, room.submit(sampling, 1, "sample", prompt()))

@@ -7,6 +7,7 @@ import http.client
 import json
 import math
 import re
+import sqlite3
 import threading
 import time
 import urllib.error
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from sqlalchemy.exc import OperationalError
 from tinker import types
 
 from hybridengine.errors import RanksLostError
@@ -346,6 +348,8 @@ def test_models_that_are_refused(server: Server) -> None:
     with server.client() as client:
         with pytest.raises(tinker.BadRequestError, match="use lora_rank=0 for full fine-tuning"):
             client.create_lora_training_client("tiny").result()
+        with pytest.raises(tinker.BadRequestError, match=r"lora_config.train_mlp=false is not served"):
+            client.create_lora_training_client("tiny", rank=0, train_mlp=False).result()
         with pytest.raises(
             tinker.BadRequestError, match="base_model='other' is not served; this server has 'tiny'"
         ):
@@ -441,3 +445,20 @@ def test_a_server_whose_ranks_are_lost_for_good_says_so(server: Server, ranks: T
     answer = post(server, "retrieve_future", late)
     assert answer == {"error": server.room.trouble, "category": "server"}
     client.close("success").result()
+
+
+def test_a_database_that_cannot_be_written_is_named(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OperationalError("INSERT", {}, sqlite3.OperationalError("database or disk is full"))
+
+    session = {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}
+    with monkeypatch.context() as patched:
+        patched.setattr("sqlalchemy.orm.Session.add_all", full)
+        status, text = refusal(server, "create_session", session)
+        assert (status, json.loads(text)["category"]) == (503, "server")
+        assert "the database cannot be written (database or disk is full); look for a full disk" in text
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"{server.url}/api/v1/healthz")
+    post(server, "create_session", session)
+    with urllib.request.urlopen(f"{server.url}/api/v1/healthz") as answer:
+        assert json.load(answer) == {"status": "ok"}

@@ -257,6 +257,11 @@ def sample_request(prompt: list[int], **settings) -> types.SampleRequest:
     return parse(types.SampleRequest, request.model_dump_json(exclude_none=True).encode())
 
 
+def test_a_token_that_no_integer_holds_is_refused() -> None:
+    with pytest.raises(RequestError, match=f"prompt has the token id {2**64 - 1}, outside of 0 to"):
+        decode_prompt(sample_request([1, 2**64 - 1]), FACTS, "a")
+
+
 def test_a_prompt_arrives() -> None:
     prompt = decode_prompt(sample_request([1, 2], stop=[7, 8], max_tokens=3, seed=5, top_k=4), FACTS, "a")
     assert (prompt.tokens, prompt.stop_ids, prompt.stop_at_end) == ((1, 2), (7, 8), True)
@@ -286,7 +291,10 @@ def test_prompts_without_a_seed_have_seeds_of_their_own() -> None:
         ({"stop": [1, 10**9]}, "sampling_params.stop has the token id 1000000000, outside of 0 to"),
         ({"stop": [-1]}, "sampling_params.stop has the token id -1, outside of 0 to"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k=2 is not served"),
-        ({"record_stability_info": True}, "record_stability_info=true is not served"),
+        (
+            {"record_stability_info": True},
+            "record_stability_info=true, which the loss stable_reinforce needs, is not",
+        ),
         (
             {"prompt_logprobs": True, "prompt_logprobs_last_n": 2},
             "prompt_logprobs_last_n=2 must be 1 to 1",
