@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -20,6 +20,7 @@ from hybridengine.planning.costs.clusters import Cluster
 from hybridengine.planning.costs.dataflows import Work
 from hybridengine.planning.costs.decoding import Engine
 from hybridengine.planning.costs.lengths import Lengths
+from hybridengine.planning.costs.passes import compute_of
 from hybridengine.planning.costs.workload import GENERATING, Workload
 from hybridengine.planning.search.options import Options
 from hybridengine.planning.search.placements import Constraints, pool_sizes
@@ -169,7 +170,11 @@ class Scenarios:
                 f" {needed / 2**30:.1f} GiB on a device, which has {room / 2**30:.1f} GiB for models; take more ranks for"
                 " an engine, or a smaller cache"
             )
-        setting = self._setting(engines, rest, plan.step_s, self._update_s(engines))
+        setting = replace(
+            self._setting(engines, rest, plan.step_s, self._update_s(engines)),
+            steps_per_call=config.generation.steps_per_call,
+            call_s=compute_of(self.cluster).call_s,
+        )
         return Run(setting, plan, engines, config.num_ranks - rest, rest, plan.step_s)
 
     def divisions(self) -> Iterator[int]:
