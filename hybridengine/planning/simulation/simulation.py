@@ -72,7 +72,7 @@ class Setting:
     steps_per_call: int = 1
     """Number of steps that an engine takes before responses and weights come and go."""
     call_s: float = 0.0
-    """Seconds between two calls of an engine, in which it is idle."""
+    """Seconds for which an engine is idle before each call: one that takes steps, or one that begins responses."""
 
 
 @dataclass(frozen=True)
@@ -170,13 +170,17 @@ class _Engine:
         self._begun_sum += self._steps
         self.now_s += self._setting.prefill_s
 
+    def pause(self, seconds: float) -> None:
+        """Stay idle for some time."""
+        self.now_s += seconds
+        self._idle_s += seconds
+
     def take_weights(self, version: int, now_s: float) -> None:
         """Pause for new weights between two calls; they replace weights that are still being received."""
         if self._has_weights_s > now_s and self._changes[-1] == self._steps:
             self._versions[-1] = version
             return
-        self.now_s += self._setting.update_s
-        self._idle_s += self._setting.update_s
+        self.pause(self._setting.update_s)
         self._has_weights_s = self.now_s
         self._changes.append(self._steps)
         self._versions.append(version)
@@ -333,10 +337,14 @@ class _Simulation:
             engines[place].wait(now)
         free = [(len(engines[place].running), place) for place in places]
         heapq.heapify(free)
+        begun = set[int]()
         while free and self._may_begin():
             count, place = heapq.heappop(free)
             if count >= self._setting.max_running:
                 break
+            if place not in begun:
+                begun.add(place)
+                engines[place].pause(self._setting.call_s)
             engines[place].begin(self._submitted, next(self._lengths))
             self._submitted += 1
             heapq.heappush(free, (count + 1, place))
