@@ -1,6 +1,6 @@
 """Asynchronous GRPO beside synchronous GRPO on as many ranks, and beside what `hybridengine simulate` predicts.
 
-    .venv/bin/python scripts/measure_async.py                    all runs, about 12 minutes on two cores
+    .venv/bin/python scripts/measure_async.py                    all runs, about 20 minutes on two cores
     .venv/bin/python scripts/measure_async.py --steps 12         sooner done, less accurate
     .venv/bin/python scripts/measure_async.py --push             only the pause for new weights, by size of the model
 
