@@ -32,7 +32,8 @@ trainer, and new weights for the engines. Synchronous, where all devices generat
 where some devices generate all the time and the others train; new weights arrive between two tokens, and no response is
 begun that would be more than --staleness batches ahead of the trainer. Older tokens are masked (--bound token), or the
 trainer waits for the oldest responses (--bound response). A configuration with engines on a pool of their own is
-simulated with its pools and sizes; for others, the best division is found. Seconds come from the cluster file."""
+simulated with its pools, sizes and steps per call; for others, the best division is found. Seconds come from the
+cluster file."""
 
 EPILOG = """examples:
   # synchronous beside the best division of 128 devices between training and generation

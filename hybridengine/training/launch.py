@@ -27,6 +27,7 @@ from hybridengine.topology.sizes import TrainSizes
 
 WORKERS = {
     "actor": "workers.actor.ActorWorker",
+    "generation": "workers.generation.GenerationWorker",
     "critic": "workers.critic.CriticWorker",
     "cost_critic": "workers.critic.CriticWorker",
     "reference": "workers.reference.ReferenceWorker",
@@ -125,7 +126,7 @@ class RunPools:
                 threads.submit(
                     WorkerGroup,
                     self._pools[name],
-                    "workers.generation.GenerationWorker",
+                    WORKERS["generation"],
                     role="generation",
                     parallel=TrainSizes(sizes.pp_size, sizes.tp_size, 1),
                     config=arguments,

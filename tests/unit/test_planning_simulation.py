@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,6 +77,52 @@ def test_an_asynchronous_run_whose_trainer_is_infinitely_fast_takes_what_generat
     assert found.tokens == 5 * 4 * 50
     assert found.train_idle_share == 1.0
     assert found.largest_staleness <= 1
+
+
+@pytest.mark.parametrize("length", [48, 50])
+def test_engines_of_several_steps_per_call_pause_between_calls(length: int) -> None:
+    """Four calls for a batch, the last of which ends with its responses; weights come between two calls."""
+    one = setting(
+        num_steps=5,
+        batch_size=4,
+        num_engines=1,
+        max_running=4,
+        lengths=Lengths.of(f"constant:{length}", 100),
+        step_s=lambda count, tokens: 0.02,
+        prefill_s=0.0,
+        train_token_s=0.0,
+        update_s=0.0,
+        steps_per_call=16,
+        call_s=0.1,
+    )
+    found, calls = simulate_asynchronous(one), math.ceil(length / 16)
+    assert found.seconds == pytest.approx(
+        5 * (length * 0.02 + (1 + calls) * 0.1)
+    )  # a call begins the responses
+    assert found.generate_idle_s == pytest.approx(5 * (1 + calls) * 0.1)
+    slow = simulate_asynchronous(replace(one, num_steps=20, train_token_s=0.9 / length))
+    assert length % 16 or all(count % 64 == 0 for ages in slow.step_ages for count in ages.values())
+    assert len(slow.staleness_counts) > 1
+
+
+def test_responses_arrive_at_the_end_of_a_call() -> None:
+    """Responses of 1 or 10 tokens, two at once, in calls of 8 steps."""
+    one = setting(
+        num_steps=2,
+        batch_size=1,
+        num_engines=1,
+        max_running=2,
+        lengths=Lengths("by hand", np.array([1.0, *[0.5] * 9])),
+        step_s=lambda count, tokens: 0.01 * count,
+        prefill_s=0.0,
+        train_token_s=0.0,
+        update_s=0.0,
+        max_staleness=1.0,
+        steps_per_call=8,
+    )
+    first = {round(simulate_asynchronous(replace(one, seed=seed)).step_ends[0], 9) for seed in range(40)}
+    # Of two short ones, the call ends with them; the short one of different ones waits for 7 steps of the long one.
+    assert first == {0.02, 0.09, 0.2}
 
 
 @settings(deadline=None, max_examples=60)

@@ -101,6 +101,9 @@ def test_the_reference_on_a_pool_of_its_own() -> None:
     """It works at the same time as the actor's log-probs, and nothing else of the run changes."""
     one = figures(elsewhere=True)["asynchronous"]
     assert (one["num_training"], one["num_generating"]) == (12, 4)
+    assert one["update_s"] == pytest.approx(
+        figures()["asynchronous"]["update_s"] / 2, rel=0.01
+    )  # 4 devices receive
     assert one["parallel"] == {"actor": "1-8-1", "reference": "2-2-1"}
     # Its ranks and the actor's work at the same time, so that their shares of a step are more than the step.
     shares = one["role_idle_shares"]

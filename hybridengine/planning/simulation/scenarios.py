@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -20,6 +20,7 @@ from hybridengine.planning.costs.clusters import Cluster
 from hybridengine.planning.costs.dataflows import Work
 from hybridengine.planning.costs.decoding import Engine
 from hybridengine.planning.costs.lengths import Lengths
+from hybridengine.planning.costs.passes import compute_of
 from hybridengine.planning.costs.workload import GENERATING, Workload
 from hybridengine.planning.search.options import Options
 from hybridengine.planning.search.placements import Constraints, pool_sizes
@@ -153,7 +154,7 @@ class Scenarios:
         if plan is None:
             return None
         rest = self.num_devices - num_training
-        setting = self._setting(self.engines, rest, plan.step_s, self._update_s(self.engines))
+        setting = self._setting(self.engines, rest, plan.step_s, self._update_s(self.engines, rest))
         return Run(setting, plan, self.engines, num_training, rest, plan.step_s)
 
     def configured(self, config: RunConfig) -> Run:
@@ -178,7 +179,11 @@ class Scenarios:
                 f"generation.steps_per_call={steps} engine steps with {running} responses take {call_s:.3g} s, and a call"
                 f" must take less than timeouts.call_s={limit_s:g}; lower the one or raise the other"
             )
-        setting = self._setting(engines, rest, plan.step_s, self._update_s(engines))
+        setting = replace(
+            self._setting(engines, rest, plan.step_s, self._update_s(engines, rest)),
+            steps_per_call=config.generation.steps_per_call,
+            call_s=compute_of(self.cluster).call_s,
+        )
         return Run(setting, plan, engines, config.num_ranks - rest, rest, plan.step_s)
 
     def divisions(self) -> Iterator[int]:
@@ -227,12 +232,12 @@ class Scenarios:
             )
         return max(found, key=lambda engines: engines.rates[-1] / engines.num_devices)
 
-    def _update_s(self, engines: Engines) -> float:
-        """Seconds for all devices of the engines to receive their shards from the trainers."""
+    def _update_s(self, engines: Engines, num_generating: int) -> float:
+        """Seconds for the `num_generating` devices of all engines to receive their shards from the trainers."""
         links, node = self.cluster.links, self.cluster.devices_per_node
         link = links.network if self.num_devices > node else links.same_node
         num_bytes = engines.engine.weight_bytes
-        return link.seconds(num_bytes, num_bytes * min(node, self.num_devices)) + link.latency_s
+        return link.seconds(num_bytes, num_bytes * min(node, num_generating)) + link.latency_s
 
     def _best_plan(self, options: Options, num_devices: int) -> tuple[Search, Plan | None]:
         search = Search(options, num_devices, [(tuple(self.workload.roles),)])

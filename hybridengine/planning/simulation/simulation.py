@@ -6,7 +6,8 @@
 
 An event is the end of a response or of an optimizer step. An engine advances all its responses by one token per step, and
 the seconds of a step depend on the number of responses and of their tokens; until a response begins or ends, or weights
-arrive, nothing else changes, so a span of steps is one event.
+arrive, nothing else changes, so a span of steps is one event. Where engines take several steps per call, responses begin,
+and those that have ended and new weights arrive, between two calls.
 
 A response is begun only while floor((N_r - 1) / B) <= i + eta, so that the responses begun, N_r, are at most eta batches
 ahead of the trainer's step i (AReaL, arXiv 2505.24298, section 5.1). None is begun once all responses that the run trains
@@ -22,7 +23,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -68,6 +69,10 @@ class Setting:
     samples_per_prompt: int = 1
     """Number of responses in a prompt group, a divisor of `batch_size`; groups are trained on as a whole."""
     seed: int = 0
+    steps_per_call: int = 1
+    """Number of steps that an engine takes before responses and weights come and go."""
+    call_s: float = 0.0
+    """Seconds for which an engine is idle before each call: one that takes steps, or one that begins responses."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class Outcome:
     """The bound: older tokens are masked."""
     train_busy_s: float
     generate_idle_s: float
-    """Total seconds of all engines without a response or receiving weights."""
+    """Total seconds of all engines without a response, between two calls, or receiving weights."""
     queue: list[tuple[float, int]]
     """(seconds, complete responses that wait for the trainer) at every change."""
     step_ends: list[float]
@@ -152,7 +157,7 @@ class _Engine:
 
     def __init__(self, setting: Setting) -> None:
         self._setting, self.now_s = setting, 0.0
-        # Heap of the running responses: (step at which one ends, step at which it began, number).
+        # Running responses: (step at which one ends, step at which it began, number), ascending.
         self.running: list[tuple[int, int, int]] = []
         self._steps, self._begun_sum = 0, 0
         self._changes, self._versions = [0], [0]
@@ -161,17 +166,21 @@ class _Engine:
 
     def begin(self, number: int, length: int) -> None:
         """Start a response after the prefill of its prompt."""
-        heapq.heappush(self.running, (self._steps + length, self._steps, number))
+        insort(self.running, (self._steps + length, self._steps, number))
         self._begun_sum += self._steps
         self.now_s += self._setting.prefill_s
 
+    def pause(self, seconds: float) -> None:
+        """Stay idle for some time."""
+        self.now_s += seconds
+        self._idle_s += seconds
+
     def take_weights(self, version: int, now_s: float) -> None:
-        """Pause for new weights between two tokens; they replace weights that are still being received."""
+        """Pause for new weights between two calls; they replace weights that are still being received."""
         if self._has_weights_s > now_s and self._changes[-1] == self._steps:
             self._versions[-1] = version
             return
-        self.now_s += self._setting.update_s
-        self._idle_s += self._setting.update_s
+        self.pause(self._setting.update_s)
         self._has_weights_s = self.now_s
         self._changes.append(self._steps)
         self._versions.append(version)
@@ -183,40 +192,58 @@ class _Engine:
             self.now_s = until_s
 
     def idle_s(self, end_s: float) -> float:
-        """Return the seconds spent without a response or receiving weights, up to the end of the run."""
+        """Return the seconds spent without a response, between calls or receiving weights, up to the end of the run."""
         return self._idle_s - min(self._setting.update_s, max(0.0, self._has_weights_s - end_s))
 
     def next_end_s(self) -> float:
-        """Return the moment at which the next response ends, if no other event comes first."""
-        end = self.running[0][0]
-        return self.now_s + (end - self._steps) * self._step_s(end)
+        """Return the end of the call in which the next response ends, if no other event comes first."""
+        return self._course(self._calls_to_next_end())[0]
 
     def advance(self, until_s: float) -> Iterator[Response]:
-        """Work until a moment, finish the step in progress, and yield the responses that complete."""
+        """Work until a moment, finish the call in progress, and yield the responses that complete."""
+        setting = self._setting
         while self.running and self.now_s < until_s:
-            end = self.running[0][0]
-            step_s = self._step_s(end)
-            steps = min(end - self._steps, max(1, math.ceil((until_s - self.now_s) / step_s - 1e-9)))
-            self._steps += steps
-            self.now_s += steps * step_s
-            while self.running and self.running[0][0] == self._steps:
-                _, begin, number = heapq.heappop(self.running)
-                self._begun_sum -= begin
-                yield number, self._spans(begin)
-            if self._steps < end:
+            step_s = self._step_s(self._steps, self.running[0][0], len(self.running), self._begun_sum)
+            call_s = setting.call_s + setting.steps_per_call * step_s
+            calls = min(self._calls_to_next_end(), max(1, math.ceil((until_s - self.now_s) / call_s - 1e-9)))
+            self.now_s, self._steps, num_ended = self._course(calls)
+            self._idle_s += calls * setting.call_s
+            ended = self.running[:num_ended]
+            del self.running[:num_ended]
+            self._begun_sum -= sum(begin for _, begin, _ in ended)
+            for end, begin, number in ended:
+                yield number, self._spans(begin, end)
+            if not ended and self.now_s >= until_s - 1e-9 * call_s:
                 return
         self.wait(until_s)
 
-    def _step_s(self, end: int) -> float:
-        """Return the mean seconds of a step until step `end`, computed with the number of tokens at the halfway point."""
-        count = len(self.running)
-        made = count * (self._steps + end) / 2 - self._begun_sum
+    def _calls_to_next_end(self) -> int:
+        return -(-(self.running[0][0] - self._steps) // self._setting.steps_per_call)
+
+    def _course(self, calls: int) -> tuple[float, int, int]:
+        """Return the moment, the step and the number of ended responses after some calls; the last may end early."""
+        setting, running = self._setting, self.running
+        now_s, steps = self.now_s + calls * setting.call_s, self._steps
+        begun_sum, num_ended = self._begun_sum, 0
+        last = min(steps + calls * setting.steps_per_call, running[-1][0])
+        while steps < last:
+            end = min(running[num_ended][0], last)
+            now_s += (end - steps) * self._step_s(steps, end, len(running) - num_ended, begun_sum)
+            steps = end
+            while num_ended < len(running) and running[num_ended][0] == steps:
+                begun_sum -= running[num_ended][1]
+                num_ended += 1
+        return now_s, steps, num_ended
+
+    def _step_s(self, steps: int, end: int, count: int, begun_sum: int) -> float:
+        """Return the mean seconds of a step of `count` responses until step `end`: that of their tokens halfway."""
+        made = count * (steps + end) / 2 - begun_sum
         return self._setting.step_s(count, count * self._setting.prompt_tokens + made)
 
-    def _spans(self, begin: int) -> Spans:
-        """Return the tokens of the response that began at step `begin` and ends now."""
+    def _spans(self, begin: int, end: int) -> Spans:
+        """Return the tokens of the response that began at step `begin` and ended at step `end` of the last call."""
         first = bisect_right(self._changes, begin) - 1
-        marks = pairwise([begin, *self._changes[first + 1 :], self._steps])
+        marks = pairwise([begin, *self._changes[first + 1 :], end])
         return tuple(
             (version, end - start)
             for version, (start, end) in zip(self._versions[first:], marks, strict=True)
@@ -242,7 +269,7 @@ class _Simulation:
         self._training: list[Spans] = []
         self._events: list[tuple[float, int, int]] = []  # (seconds, owner, stamp)
         self._arrivals = itertools.count()
-        # By stamp: responses that end between two events of their engine.
+        # By stamp: responses that arrive between two events of their engine.
         self._arriving: dict[int, Response] = {}
         self._stamps = [0] * setting.num_engines
         self._step_ages: list[Mapping[int, int]] = []
@@ -282,7 +309,7 @@ class _Simulation:
         )
 
     def _take_responses(self, engine: _Engine, now: float) -> None:
-        """Advance an engine to a moment; responses that complete later, in its last step, become events."""
+        """Advance an engine to a moment; responses that complete later, in its last call, become events."""
         for response in engine.advance(now):
             if engine.now_s <= now:
                 self._arrive(response, now)
@@ -310,10 +337,14 @@ class _Simulation:
             engines[place].wait(now)
         free = [(len(engines[place].running), place) for place in places]
         heapq.heapify(free)
+        begun = set[int]()
         while free and self._may_begin():
             count, place = heapq.heappop(free)
             if count >= self._setting.max_running:
                 break
+            if place not in begun:
+                begun.add(place)
+                engines[place].pause(self._setting.call_s)
             engines[place].begin(self._submitted, next(self._lengths))
             self._submitted += 1
             heapq.heappush(free, (count + 1, place))
