@@ -226,7 +226,7 @@ class Engines:
         """Wait for the end of a call; return the numbers of engines whose calls have ended, without those that died."""
         calls = [engine.call for engine in self._working if engine.call is not None]
         calls += [call for call in [*others, *self._pushes.calls] if not call.poll()]
-        assert calls, "no engine draws, and what the controller waits for cannot come"
+        assert calls or others, "no engine draws, and the batch is not complete"
         wait_any(calls)
         self._go_on_without_the_dead()
         for call in self._pushes.calls:
