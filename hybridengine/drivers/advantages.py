@@ -232,7 +232,10 @@ def rollout_metrics(
         metrics[keys.mean_key(name)] = total / max(1.0, count)
     if "entropies" in columns_of(rows):
         difference = (rows["log_probs"] - rows["rollout_log_probs"]).abs()
-        metrics[keys.LOG_PROB_ABS_DIFF_MAX] = float(across.max(masked_max(difference, mask)))
+        same = mask  # weights in engine and trainer
+        if version is not None:
+            same = mask & ((rows["versions"] == version) | ~mask).all(1, keepdim=True)
+        metrics[keys.LOG_PROB_ABS_DIFF_MAX] = float(across.max(masked_max(difference, same)))
         entropies = float(across.sum(masked_sum(rows["entropies"], mask).double()))
         metrics["rollout/entropy_mean"] = entropies / max(1.0, num_tokens)
     trained = trained_tokens(rows, mask & keep[:, None], algorithm)

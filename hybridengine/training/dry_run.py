@@ -74,8 +74,8 @@ def _engine_lines(config: RunConfig) -> list[str]:
     across = f", {spread} of them on several nodes" if spread else ""
     bound = config.staleness
     return [
-        f"engines: {len(config.engines)} of {gen} (p_g-t_g) in pool {name}{across}; generation never waits, and no"
-        f" trained token is older than max_versions={bound.max_versions} (bound: {bound.bound})"
+        f"engines: {len(config.engines)} of {gen} (p_g-t_g) in pool {name}{across}; generation waits for the bound alone:"
+        f" no trained token is older than max_versions={bound.max_versions} (bound: {bound.bound})"
     ]
 
 

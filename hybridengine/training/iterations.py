@@ -73,13 +73,14 @@ class _Iterations:
         """Run the algorithm's step and draw its calls; return its metrics."""
         log = call_log()
         self.pools.wait()
-        log.take_records()  # calls between two steps belong to neither
+        # Calls between two steps belong to neither, but for those of engines, which are at work all the time.
+        between = [record for record in log.take_records() if record.role == "generation"]
         self.output.begin(step)
         begin, payload_bytes = time.time(), log.payload_bytes
         with self._failures_drawn(step):
             metrics = _carry_out(self.config, self.roles, self.progress, step)
             self.pools.wait()
-        end, records = time.time(), log.take_records()
+        end, records = time.time(), [*between, *log.take_records()]
         payload_bytes = log.payload_bytes - payload_bytes
         metrics |= call_metrics(records, payload_bytes, begin, end, self.pools.nodes)
         metrics[keys.STEP_S] = end - begin

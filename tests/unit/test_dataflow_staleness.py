@@ -152,6 +152,19 @@ def test_metrics_of_ages_cover_all_response_tokens() -> None:
     assert {name for name in found if name not in plain} == set(expected)
 
 
+def test_log_probs_of_engine_and_trainer_are_compared_for_the_same_weights() -> None:
+    rows = batch()
+    assert rollout_metrics(rows, ONE_PROCESS, SETTINGS, (), VERSION)["rollout/log_prob_abs_diff_max"] == 0
+    rows["versions"][1] = VERSION
+    rows["versions"][1, LENGTHS[1] :] = -1
+    found = rollout_metrics(rows, ONE_PROCESS, SETTINGS, (), VERSION)["rollout/log_prob_abs_diff_max"]
+    own = [
+        abs(float(rows["log_probs"][1, at] - rows["rollout_log_probs"][1, at])) for at in range(LENGTHS[1])
+    ]
+    everywhere = rollout_metrics(rows, ONE_PROCESS, SETTINGS)["rollout/log_prob_abs_diff_max"]
+    assert found == pytest.approx(max(own)) != everywhere
+
+
 class Batch(dict[str, Any]):
     """Rows in this process, with the methods that dataflows use."""
 

@@ -178,8 +178,8 @@ def test_a_dry_run_prints_what_the_bound_costs(file: Path, capsys: pytest.Captur
     small = ("rollout.max_response_tokens=64", "rollout.max_num_seqs=16", "staleness.bound=response")
     text = printed(loaded(file, *small, "staleness.max_versions=10"), capsys)
     assert (
-        "engines: 2 of 1-2 (p_g-t_g) in pool engines; generation never waits, and no trained token is older than"
-        " max_versions=10 (bound: response)" in text
+        "engines: 2 of 1-2 (p_g-t_g) in pool engines; generation waits for the bound alone: no trained token is"
+        " older than max_versions=10 (bound: response)" in text
     )
     table = text[text.index("price of the bound") :].splitlines()
     assert "48 responses an iteration, 32 slots" in table[0] and "no cluster file is read" in table[0]
