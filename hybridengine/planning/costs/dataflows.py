@@ -44,6 +44,11 @@ PHASES: Mapping[str, str] = {
     "actor.push_weights": "update_weights",
     "generation.receive_weights": "receive_weights",
     "generation.begin": "begin_responses",
+    "generation.withdraw": "withdraw_responses",
+    "actor.join_engines": "switch_to_generate",
+    "actor.begin": "begin_responses",
+    "actor.advance": "generate",
+    "actor.leave_engines": "switch_to_train",
     "prompts.sequences": "prompts",
 }
 """Phase of each call of an iteration; the phase of any other call is the call's name."""
