@@ -32,7 +32,12 @@ def main() -> None:
     console, folder = Console(), Path(arguments.folder)
     seeds = range(1, arguments.seeds + 1)
     warm = finished(folder, "warm", "run.steps=1", "actor.optimizer.lr=1e-12", "data.batch_size=8")
-    start = [f"model.path={warm / 'final'}", "model.build=null", "warmup=null", f"run.steps={arguments.steps}"]
+    start = [
+        f"model.path={warm / 'final'}",
+        "model.build=null",
+        "warmup=null",
+        f"run.steps={arguments.steps}",
+    ]
     start.append(f"run.eval_every={arguments.steps}")
     found: dict[tuple[int, str], list[list[Row]]] = {}
     for seed in seeds:
@@ -41,12 +46,16 @@ def main() -> None:
             overrides = [f"run.seed={seed}", f"staleness.max_versions={eta}", CORRECTIONS[correction]]
             rows = latest_rows(read_rows(finished(folder, name, *start, *overrides)))
             found.setdefault((eta, correction), []).append(rows)
-            console.print(f"{name}: {number(rows[0], keys.EXACT_MATCH):.1%} -> {number(rows[-1], keys.EXACT_MATCH):.1%}")
+            console.print(
+                f"{name}: {number(rows[0], keys.EXACT_MATCH):.1%} -> {number(rows[-1], keys.EXACT_MATCH):.1%}"
+            )
     console.print(table(found, arguments.steps))
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=between(2, 100), default=5, help="number of seeds (5)")
     parser.add_argument("--steps", type=between(1, 10_000), default=20, help="iterations of each run (20)")
     parser.add_argument("--folder", default="runs/staleness", help="folder of the runs (runs/staleness)")
@@ -62,7 +71,14 @@ def finished(folder: Path, name: str, *overrides: str) -> Path:
     """Return the folder of a run that has ended, after carrying it out unless an earlier call did."""
     run = folder / name
     if not (run / "final").exists():
-        command = [sys.executable, "-m", "hybridengine.cli.main", "train", str(CONFIG), f"run.folder={folder}"]
+        command = [
+            sys.executable,
+            "-m",
+            "hybridengine.cli.main",
+            "train",
+            str(CONFIG),
+            f"run.folder={folder}",
+        ]
         options = [f"run.name={name}", "run.live=false", "checkpoint.every=0", "resume=never", *overrides]
         ended = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
         if ended.returncode:
