@@ -16,6 +16,7 @@ from hybridengine.config import RunConfig
 from workers.actor import ActorWorker
 from workers.generation import GenerationWorker
 from workers.reference import ReferenceWorker
+from workers.rollouts import EngineRollouts
 
 
 class PacedEngine:
@@ -55,6 +56,7 @@ class PacedGeneration(GenerationWorker):
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._engine: Any = PacedEngine(self._engine, self._run)
+        self._rollouts = EngineRollouts(self._run, self._engine, ())  # lengths end responses
 
 
 class PacedReference(ReferenceWorker):

@@ -4,7 +4,7 @@
     .venv/bin/python scripts/staleness_table.py --seeds 2 --steps 8  a first look
 
 All runs begin with the same weights, those after the supervised warm-up of configs/async-grpo.yaml. Runs that have ended
-are not repeated: the same command goes on where it was interrupted.
+are not repeated: the same command continues after an interruption.
 """
 
 from __future__ import annotations

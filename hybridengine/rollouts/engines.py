@@ -59,7 +59,6 @@ class Engines:
     ) -> None:
         self._config, self._actor, self._prompts, self._say = config, actor, prompts, say
         self._engines = [PoolEngine(config, group, number) for number, group in enumerate(groups)]
-        self._num_engines = len(groups)
         self._own: ActorEngine | None = None
         """The actor's engine while it is at work."""
         self._drawn_tokens = [0, 0]
@@ -128,7 +127,7 @@ class Engines:
     def _fill(self, step: int) -> None:
         """Keep the engines at work until the next batch is ready, the actor's among them if the settings say so."""
         if self._config.generation.actor and not self.queue.is_ready:
-            self._own = ActorEngine(self._config, self._actor, self._num_engines)
+            self._own = ActorEngine(self._config, self._actor, len(self._config.engines))
         self._work_while(step, lambda: not self.queue.is_ready)
         if (own := self._own) is not None:
             own.is_leaving = True
@@ -143,20 +142,19 @@ class Engines:
         Without dynamic sampling, nothing is scored.
         """
         scores = dict[int, TensorDict]()
-        most = (self._config.generation.max_tries - 1) * self.queue.prompts_per_batch
-        while self._config.generation.max_tries > 1:
-            new = [prompt for prompt in self.queue.next_prompts if prompt not in scores]
-            if not new:
-                break
+        if self._config.generation.max_tries == 1:
+            return scores
+        left = (self._config.generation.max_tries - 1) * self.queue.prompts_per_batch
+        while new := [prompt for prompt in self.queue.next_prompts if prompt not in scores]:
             scores |= self._score(version, new, scorers)
             equal = [
                 prompt
                 for prompt in new
                 if has_equal_scores(scores[prompt]["scores"], scores[prompt]["dropped"])
-            ]
-            self.queue.drop(equal[:most])
-            self._num_dropped += len(equal[:most])
-            most -= len(equal[:most])
+            ][:left]
+            self.queue.drop(equal)
+            self._num_dropped += len(equal)
+            left -= len(equal)
             self._fill(version + 1)
         return scores
 

@@ -328,17 +328,8 @@ class Room:
         request = self.store.get(Request, request_id)
         if request.state != QUEUED:  # its session has ended meanwhile
             return
-        if request.kind in NEW_WEIGHTS:
-            try:
-                if self._execution.keep_weights(self._kept_steps):
-                    self._upkeep_s = -math.inf  # an older folder may go
-            except (
-                RanksLostError
-            ) as error:  # not the fault of this request, which is carried out on new ranks
-                logger.warning("the weights before %s are not kept: %s", request_id, cause_of(error))
-                self._restarts.recover(error, self._restore)
-                if self.store.get(Request, request_id).state != QUEUED:
-                    return
+        if request.kind in NEW_WEIGHTS and not self._keep_weights(request_id):
+            return
         try:
             outcome = self._execution.carry_out(request)
         except Exception as error:  # the server stays; the client of this model learns of it
@@ -351,6 +342,20 @@ class Room:
                 if self.failure is None:
                     self._advance(request, outcome)
                     self.results.announce([request.id])
+
+    def _keep_weights(self, request_id: str) -> bool:
+        """Keep the weights that a request will change; return False if it has failed during a restart of the ranks.
+
+        The ranks' loss is not the request's fault, so it is then carried out on new ones, without another try to keep.
+        """
+        try:
+            if self._execution.keep_weights(self._kept_steps):
+                self._upkeep_s = -math.inf  # an older folder may go
+            return True
+        except RanksLostError as error:
+            logger.warning("the weights before %s are not kept: %s", request_id, cause_of(error))
+            self._restarts.recover(error, self._restore)
+            return self.store.get(Request, request_id).state == QUEUED
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Store the error of a request, and stop its model if what follows relies on it."""

@@ -290,11 +290,7 @@ class Store:
 
     def keep(self, checkpoint: Checkpoint, num_kept: int) -> None:
         """Add weights of a step for its samplers; those of all but the `num_kept` newest steps of the model are gone."""
-        frozen = (
-            Sampler.model_id == checkpoint.model_id,
-            Sampler.step == checkpoint.step,
-            Sampler.folder.is_(None),
-        )
+        frozen = _frozen(checkpoint.model_id, checkpoint.step)
         of_model = select(Checkpoint).where(
             Checkpoint.kind == KEPT, Checkpoint.model_id == checkpoint.model_id
         )
@@ -307,8 +303,7 @@ class Store:
 
     def has_samplers(self, model: Model) -> bool:
         """Return whether a sampler is frozen at a model's step without a checkpoint of its weights."""
-        frozen = (Sampler.model_id == model.id, Sampler.step == model.step, Sampler.folder.is_(None))
-        return bool(self.all(select(Sampler).where(*frozen).limit(1)))
+        return bool(self.all(select(Sampler).where(*_frozen(model.id, model.step)).limit(1)))
 
     def replay(self, model_id: str) -> Replay:
         """Return how a restart restores what the ranks held after the last request of a model that was carried out."""
@@ -358,6 +353,11 @@ class Store:
             for each in removed:
                 transaction.delete(each)
         return removed
+
+
+def _frozen(model_id: str, step: int) -> tuple[sqlalchemy.ColumnElement[bool], ...]:
+    """Return the conditions for samplers that are frozen at a step whose weights are not saved."""
+    return Sampler.model_id == model_id, Sampler.step == step, Sampler.folder.is_(None)
 
 
 def _seen() -> tuple[sqlalchemy.ColumnElement[bool], ...]:

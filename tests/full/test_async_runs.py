@@ -239,7 +239,7 @@ def test_a_run_without_an_engine_left_starts_its_ranks_again(runs: Runs) -> None
 
 
 def test_an_engine_that_hangs_is_named_and_ends_the_run(runs: Runs) -> None:
-    """Its process is alive, and the other engine goes on until the bound ends its work."""
+    """The process of the engine is alive. The other engine draws until the bound admits no more prompts."""
     begun_s = time.monotonic()
     outcome = runs(
         "hung",

@@ -28,7 +28,7 @@ class Steps:
         self._seq_id = 0
         self.samplers: list[str] = []
         self.drawn: list[Any] = []
-        """What each sampler has drawn in time."""
+        """What each sampler drew before the next step."""
 
     def submit(self, kind: str, body: bytes) -> str:
         self._seq_id += 1
