@@ -6,9 +6,10 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from threading import RLock
 from typing import Any, NoReturn
 
 import ray
@@ -54,6 +55,8 @@ class CallLog:
     """Calls of this process on all of its pools, which may exchange rows."""
 
     def __init__(self) -> None:
+        self.lock = RLock()
+        """Held while outcomes are processed; an observer may poll other calls."""
         self.payload_bytes = 0
         """Bytes of rows transferred through the controller: sent, fetched, or inside results and arguments."""
         self.records: list[CallRecord] = []
@@ -63,6 +66,21 @@ class CallLog:
         self.unfinished: list[Future] = []
         """Calls in order of submission, without those known to have succeeded and those that all ranks have ended and
         whose failure was raised."""
+
+    def count(self, payload_bytes: int) -> None:
+        """Add to the bytes of rows transferred through the controller; safe in any thread, as all counts are."""
+        with self.lock:
+            self.payload_bytes += payload_bytes
+
+    def add(self, call: Future) -> None:
+        """Add a call that was submitted."""
+        with self.lock:
+            self.unfinished.append(call)
+
+    def forget(self, calls: Collection[Future]) -> None:
+        """Remove calls from the unfinished ones."""
+        with self.lock:
+            self.unfinished = [call for call in self.unfinished if call not in calls]
 
     def take_records(self) -> list[CallRecord]:
         """Return the records so far, and start a new list."""
@@ -109,6 +127,7 @@ class Future:
         """Failures of the ranks that have answered."""
         self.num_ranks, self._places = len(outcomes), places
         self._pending, self._outcomes = dict(outcomes), dict[int, Outcome]()
+        """Ranks whose outcomes were not processed; replaced instead of changed, as other threads iterate over it."""
         self.references = list((results or {}).values())
         """References to the results of the source ranks, in row order."""
         self.inputs = list(dict.fromkeys(call for one in inputs for call in (one, *one.inputs)))
@@ -139,28 +158,32 @@ class Future:
         return self.num_ranks - len(pending) + len(ended)
 
     def poll(self) -> bool:
-        """Process arrived outcomes, and return True if all ranks have answered; a call that succeeded is recorded."""
+        """Process arrived outcomes, and return True if all ranks have answered; a call that succeeded is recorded.
+
+        Safe in any thread: groups are started side by side, and each start waits for the calls of its pool.
+        """
         if not self._pending:
             return True
-        ranks = {ref: rank for rank, ref in self._pending.items()}
         log = call_log()
-        for ref in ray.wait(list(ranks), num_returns=len(ranks), timeout=0)[0]:
-            rank = ranks[ref]
-            del self._pending[rank]
-            self._outcomes[rank] = outcome = _outcome_of(rank, ref)
-            log.payload_bytes += outcome.inline_bytes
-            if outcome.failure is not None:
-                place = self._places[rank]
-                self.failures.append(
-                    replace(outcome.failure, role=self.role, method=self.method, place=place)
-                )
-        if self._pending or self.failures:
-            return not self._pending
-        self.inputs.clear()
-        if self in log.unfinished:
-            log.unfinished.remove(self)
-            (log.observer or log.records.append)(self._record())
-        return True
+        with log.lock:
+            ranks = {ref: rank for rank, ref in self._pending.items()}
+            arrived = ray.wait(list(ranks), num_returns=len(ranks), timeout=0)[0] if ranks else []
+            for rank, ref in ((ranks[ref], ref) for ref in arrived):
+                self._outcomes[rank] = outcome = _outcome_of(rank, ref)
+                log.count(outcome.inline_bytes)
+                if outcome.failure is not None:
+                    place = self._places[rank]
+                    self.failures.append(
+                        replace(outcome.failure, role=self.role, method=self.method, place=place)
+                    )
+            self._pending = {rank: ref for ref, rank in ranks.items() if rank not in self._outcomes}
+            if self._pending or self.failures:
+                return not self._pending
+            self.inputs.clear()
+            if self in log.unfinished:
+                log.unfinished.remove(self)
+                (log.observer or log.records.append)(self._record())
+            return True
 
     def _record(self) -> CallRecord:
         outcomes = dict(sorted(self._outcomes.items()))
@@ -252,7 +275,7 @@ class Future:
                 self._values = ray.get(self.references, timeout=self.timeout_s)
             except RayError as error:
                 raise lost_results(f"{self} ended", error) from error
-            call_log().payload_bytes += traffic_bytes(self._values)
+            call_log().count(traffic_bytes(self._values))
             self.references.clear()
         return self._values
 

@@ -148,7 +148,7 @@ class ResourcePool:
             results={rank: references[rank][1] for rank in sources},
             inputs=inputs,
         )
-        call_log().unfinished.append(future)
+        call_log().add(future)
         return future
 
     def raise_failures(self) -> None:
@@ -157,14 +157,14 @@ class ResourcePool:
             if call.done() and not call.reported:
                 call.wait()
             if call.reported and not call.missing:
-                self._forget(call)
+                call_log().forget([call])
 
     def wait(self) -> None:
         """Wait for all calls submitted so far; raises errors as `Future.wait` does."""
         for call in self._unfinished():
             if not call.reported:
                 call.wait()
-        self._forget(*self._unfinished())
+        call_log().forget(self._unfinished())
 
     def settle(self) -> None:
         """Record the calls that have ended, without waiting and without raising their failures."""
@@ -175,17 +175,13 @@ class ResourcePool:
         calls: list[Future] = [call for call in call_log().unfinished if call.pool is self]
         return [call for call in calls if not call.poll() or call.failures]
 
-    def _forget(self, *calls: Future) -> None:
-        log = call_log()
-        log.unfinished = [call for call in log.unfinished if call not in calls]
-
     def close(self) -> None:
         """Terminate all processes and release the nodes; idle ranks leave the world first."""
         if self._closed:
             return
         self._closed = True
         unfinished = self._unfinished()
-        self._forget(*unfinished)
+        call_log().forget(unfinished)
         if self.started and not unfinished:
             try:
                 self._on_all("leave_world", LEAVE_TIMEOUT_S)

@@ -173,7 +173,7 @@ class Rows:
         except RayError as error:
             raise lost_results(f"the calls of {self!r} ended", error) from error
         rows, received = request.fetch(stored, READ_TIMEOUT_S)
-        call_log().payload_bytes += received.object_bytes  # others were counted when their call ended
+        call_log().count(received.object_bytes)  # others were counted when their call ended
         return rows.clone()
 
     def __repr__(self) -> str:

@@ -132,7 +132,7 @@ class WorkerGroup:
                 f"{operation} returns a row for each that it is given, and was given none; pass rows"
             )
         parts = {rows: _part(registration, arguments, rows) for rows in dict.fromkeys(ranges)}
-        call_log().payload_bytes += sum(parts[rows].num_bytes for rows in ranges)
+        call_log().count(sum(parts[rows].num_bytes for rows in ranges))
         sources = registration.protocol.source_ranks(self.topology)
 
         def call(rank: int, process: Any) -> tuple[ObjectRef, ObjectRef]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from rich.console import Console
 
-from hybridengine.controller.calls import call_log
+from hybridengine.controller.calls import Future, call_log
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.rows import Rows
@@ -55,3 +57,22 @@ def test_a_rank_that_dies_has_ended_its_call(ray_cluster: int, view: LiveView) -
         _wait_for(view, "mortal", "")
         with pytest.raises(RankFailedError):
             future.get()
+
+
+def test_threads_that_look_at_the_same_calls_count_each_once(actor: WorkerGroup) -> None:
+    """Groups are started side by side, and each start looks at the calls that others wait for."""
+    log = call_log()
+    log.take_records()
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(20):
+            calls = [actor.tp_sum(1.0) for _ in range(5)]
+            for waiting in [threads.submit(_wait_until_ended, calls) for _ in range(8)]:
+                waiting.result()
+            assert [str(record) for record in log.take_records()] == ["actor.tp_sum"] * 5
+            assert not log.unfinished
+
+
+def _wait_until_ended(calls: Sequence[Future]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not all([call.poll() for call in calls]):
+        assert time.monotonic() < deadline
