@@ -74,5 +74,5 @@ def test_threads_that_look_at_the_same_calls_count_each_once(actor: WorkerGroup)
 
 def _wait_until_ended(calls: Sequence[Future]) -> None:
     deadline = time.monotonic() + LIMIT_S
-    while not all([call.poll() for call in calls]):
+    while not all(call.poll() for call in calls):
         assert time.monotonic() < deadline
