@@ -68,7 +68,7 @@ class CallLog:
         whose failure was raised."""
 
     def count(self, payload_bytes: int) -> None:
-        """Add to the bytes of rows transferred through the controller; safe in any thread, as all counts are."""
+        """Add to the bytes of rows transferred through the controller; safe in any thread."""
         with self.lock:
             self.payload_bytes += payload_bytes
 
@@ -126,8 +126,9 @@ class Future:
         self.failures: list[RankFailure] = []
         """Failures of the ranks that have answered."""
         self.num_ranks, self._places = len(outcomes), places
-        self._pending, self._outcomes = dict(outcomes), dict[int, Outcome]()
-        """Ranks whose outcomes were not processed; replaced instead of changed, as other threads iterate over it."""
+        self._outcomes = dict[int, Outcome]()
+        self._pending = dict(outcomes)
+        """Rank -> its outcome that was not processed; replaced instead of changed, as other threads iterate over it."""
         self.references = list((results or {}).values())
         """References to the results of the source ranks, in row order."""
         self.inputs = list(dict.fromkeys(call for one in inputs for call in (one, *one.inputs)))
@@ -167,7 +168,7 @@ class Future:
         log = call_log()
         with log.lock:
             ranks = {ref: rank for rank, ref in self._pending.items()}
-            arrived = ray.wait(list(ranks), num_returns=len(ranks), timeout=0)[0] if ranks else []
+            arrived, _ = ray.wait(list(ranks), num_returns=len(ranks), timeout=0)
             for rank, ref in ((ranks[ref], ref) for ref in arrived):
                 self._outcomes[rank] = outcome = _outcome_of(rank, ref)
                 log.count(outcome.inline_bytes)
