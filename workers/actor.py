@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from hybridengine.algorithms.drift import check_drift, save_reproduction
 from hybridengine.algorithms.losses.aggregation import Aggregation, LossStats, SummedLoss
 from hybridengine.algorithms.losses.policy import entropy_bonus, kl_loss
 from hybridengine.algorithms.masking import response_mask
-from hybridengine.backends.engine import Response, SamplingSettings, generate
+from hybridengine.backends.engine import SamplingSettings
 from hybridengine.backends.megatron.model import available_names
 from hybridengine.backends.megatron.weights import save_weights
 from hybridengine.backends.vllm.construction import EngineSettings
@@ -46,6 +45,7 @@ from hybridengine.weights.link import Link
 from hybridengine.weights.storage import WeightStorage
 from hybridengine.weights.transport import PointToPointTransport
 from workers.model_worker import TrainedWorker
+from workers.responses import respond
 from workers.rollouts import ROLLOUT_COLUMNS, EngineRollouts
 
 
@@ -149,33 +149,10 @@ class ActorWorker(TrainedWorker):
             stop_token_ids=self._stop_token_ids,
         )
         seeds = ((first_seed + prompts[ROW_NUMBERS]) % 2**31).tolist()
-        rows, _ = self.respond(prompts, seeds, [sampling] * len(prompts), sampling.max_tokens)
-        return rows
-
-    def respond(
-        self,
-        prompts: TensorDictBase,
-        seeds: Sequence[int],
-        sampling: Sequence[SamplingSettings],
-        width: int,
-    ) -> tuple[TensorDict, list[Response]]:
-        """Return (rows as of `generate_sequences` with R = `width`, the same responses); lists have one entry per row."""
-        lengths, padded = prompts["prompt_lengths"].tolist(), prompts["prompt_tokens"]
-        rows = [row[:length] for row, length in zip(padded.tolist(), lengths, strict=True)]
-        outputs = generate(self._engine, rows, seeds, sampling)
         padding = self._stop_token_ids[0] if self._stop_token_ids else 0
-        tokens = torch.full((len(rows), padded.size(1) + width), padding)
-        log_probs = torch.zeros(len(rows), width)
-        for row, (prompt, output) in enumerate(zip(rows, outputs, strict=True)):
-            sequence = prompt + output.token_ids
-            tokens[row, : len(sequence)] = torch.tensor(sequence)
-            log_probs[row, : len(output.log_probs)] = torch.tensor(output.log_probs)
-        columns = {
-            "tokens": tokens,
-            "response_lengths": torch.tensor([len(output.token_ids) for output in outputs]),
-            "rollout_log_probs": log_probs,
-        }
-        return TensorDict(columns, batch_size=[len(rows)]), outputs
+        every = [sampling] * len(prompts)
+        rows, _ = respond(self._engine, prompts, seeds, every, sampling.max_tokens, padding)
+        return rows
 
     @register(PROTO_3D, SEQUENCE_COLUMNS, optional=["rollout_log_probs", "versions"], returns_rows=True)
     def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:

@@ -1,6 +1,6 @@
 """An actor that a client drives with its own rows, losses and steps (the Tinker API), in place of an algorithm of a run.
 
-Shapes: B rows, T positions, P prompt tokens, R response tokens.
+Shapes: B rows, T positions.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from hybridengine.rows.protocols import (
     ONE_TO_ALL,
     PROTO_3D,
     PROTO_3D_ALL_MICRO_DP,
-    ROW_NUMBERS,
     RankContext,
     register,
 )
 from workers.actor import ActorWorker
+from workers.responses import SAMPLE_COLUMNS, sample_rows
 from workers.scoring import check_tokens, score_rows
 
 
@@ -146,20 +146,7 @@ class ClientActor(ActorWorker):
         result = self.trainer.optimizer_step(settings, summed=True)
         return {"lr": result.lr, "grad_norm": result.grad_norm, "skipped": float(result.skipped)}
 
-    @register(
-        PROTO_3D_ALL_MICRO_DP, ["prompt_tokens", "prompt_lengths", "seeds", ROW_NUMBERS], returns_rows=True
-    )
+    @register(PROTO_3D_ALL_MICRO_DP, SAMPLE_COLUMNS, returns_rows=True)
     def sample(self, prompts: TensorDictBase, sampling: Sequence[SamplingSettings]) -> TensorDict:
-        """Return a response to each prompt, with settings of its own: the columns of `generate_sequences`, and `stopped`.
-
-        Reads `prompt_tokens` [B, P], `prompt_lengths` [B] and `seeds` [B] int64. R is the largest `max_tokens`. `stopped`
-        [B] is True where a stop token or string has ended the response, which is its end, and False at `max_tokens`.
-
-        Args:
-            sampling: settings of each row of the call, in order, on all ranks.
-        """
-        own = [sampling[number] for number in prompts[ROW_NUMBERS].tolist()]
-        width = max(settings.max_tokens for settings in sampling)
-        rows, responses = self.respond(prompts, prompts["seeds"].tolist(), own, width)
-        rows["stopped"] = torch.tensor([response.finish_reason == "stop" for response in responses])
-        return rows
+        """Return a response to each prompt (`sample_rows`), after a switch."""
+        return sample_rows(self._engine, prompts, sampling)

@@ -21,15 +21,14 @@ from hybridengine.weights.storage import WeightStorage
 from workers.rollouts import ROLLOUT_COLUMNS, EngineRollouts
 
 
-class GenerationWorker:
-    """One rank of an engine for the model of the checkpoint `folder`, of which only the configuration is read."""
+class EngineWorker:
+    """One rank of an engine for the model of the checkpoint `folder`, of which only the configuration is read.
+
+    `tokenizer` is the folder of the engine's tokenizer, for stop strings.
+    """
 
     def __init__(
-        self,
-        context: RankContext,
-        run: RunConfig,
-        folder: str | Path,
-        stop_token_ids: tuple[int, ...] = (),
+        self, context: RankContext, run: RunConfig, folder: str | Path, *, tokenizer: str | None = None
     ) -> None:
         self._run, self._context = run, context
         self._shape = ModelShape.from_folder(folder)
@@ -37,10 +36,9 @@ class GenerationWorker:
             folder,
             self._shape,
             GenerationGrid(context.topology.grid, run.generation.parallel),
-            EngineSettings.of(run),
+            EngineSettings.of(run, tokenizer),
             identity=f"hybridengine-{os.environ['MASTER_PORT']}-{context.node}",
         )
-        self._rollouts = EngineRollouts(run, self._engine, stop_token_ids)
         self._push: WeightPush | None = None
 
     @register(ONE_TO_ALL)
@@ -58,6 +56,16 @@ class GenerationWorker:
         report = self._push.push()
         self._engine.weights_changed(version, keep_kv=self._run.generation.kv == "keep")
         return report.as_dict()
+
+
+class GenerationWorker(EngineWorker):
+    """One rank of an engine of an asynchronous run."""
+
+    def __init__(
+        self, context: RankContext, run: RunConfig, folder: str | Path, stop_token_ids: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(context, run, folder)
+        self._rollouts = EngineRollouts(run, self._engine, stop_token_ids)
 
     @register(PROTO_3D, ROLLOUT_COLUMNS)
     def begin(self, rows: TensorDictBase) -> None:

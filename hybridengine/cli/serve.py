@@ -8,8 +8,8 @@ from hybridengine.config import load_config
 from hybridengine.importing import import_module
 
 DESCRIPTION = """Serve clients of the Tinker API: their scripts train and sample the model of a configuration file on its
-actor's ranks. Of the configuration, model, cluster, actor, reference, rollout, timeouts, faults and
-serve are used."""
+actor's ranks. Of the configuration, model, cluster, actor, generation.parallel, reference, rollout,
+timeouts, faults and serve are used."""
 
 EPILOG = """examples:
   hybridengine serve configs/serve.yaml model.path=runs/arithmetic/final       prints address and key

@@ -168,6 +168,25 @@ class ServedWithReference(ServedAlgorithm):
     roles = ("actor", "reference")
 
 
+class ServedWithEngines(ServedAlgorithm):
+    """Algorithm of a server with a pool of the role generation, whose engines sample while the actor trains."""
+
+    roles = ("actor", "generation")
+
+
+class ServedWithBoth(ServedAlgorithm):
+    """Algorithm of a server with `serve.reference` and a pool of the role generation."""
+
+    roles = ("actor", "generation", "reference")
+
+
+def served_algorithm(*, has_engines: bool, has_reference: bool) -> ServedAlgorithm:
+    """Return the algorithm of a server with these roles besides the actor."""
+    if has_engines:
+        return ServedWithBoth() if has_reference else ServedWithEngines()
+    return ServedWithReference() if has_reference else ServedAlgorithm()
+
+
 def algorithm_class(name: str) -> type[Algorithm]:
     """Return the class with an algorithm's name or import path; raise ValueError if there is no such algorithm."""
     if name not in ALGORITHMS and not re.fullmatch(IMPORT_PATH, name, re.ASCII):

@@ -15,7 +15,17 @@ from hybridengine.config.sections import MAIN_POOL
 from hybridengine.models.presets import find_preset
 from hybridengine.topology.sizes import TrainSizes
 
-SERVED = ("model", "cluster.", "actor.", "reference.", "rollout.", "timeouts.", "faults.", "serve.")
+SERVED = (
+    "model",
+    "cluster.",
+    "actor.",
+    "generation.parallel",
+    "reference.",
+    "rollout.",
+    "timeouts.",
+    "faults.",
+    "serve.",
+)
 """Beginnings of the keys that a server reads."""
 CISPO_LOSS = "hybridengine.algorithms.losses.policy:cispo_loss"
 PLACEMENT_KEYS = ("cluster.ranks_per_node", "cluster.pools", "rollout.kv_cache_bytes")

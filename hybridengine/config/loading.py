@@ -23,9 +23,8 @@ from pydantic.fields import FieldInfo
 from hybridengine.config.algorithm import (
     DEFAULT,
     Algorithm,
-    ServedAlgorithm,
-    ServedWithReference,
     algorithm_class,
+    served_algorithm,
 )
 from hybridengine.config.checks import find_conflicts
 from hybridengine.config.run_config import RunConfig
@@ -87,7 +86,8 @@ def load_config(
     config, found = _validate(values)
     problems += found
     if config is not None and serves:
-        served = ServedWithReference() if config.serve.reference else ServedAlgorithm()
+        has_engines = any("generation" in pool.roles for pool in config.cluster.pools.values())
+        served = served_algorithm(has_engines=has_engines, has_reference=config.serve.reference)
         config = config.model_copy(update={"algorithm": served})
     in_question = {key for key, _ in problems}
     conflicts = (

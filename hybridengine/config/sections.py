@@ -247,7 +247,10 @@ class RolloutSection(Section):
 
 
 class GenerationSection(Section):
-    """Engines on ranks of their own, which generate while the actor trains; for algorithms with the role generation."""
+    """Engines on ranks of their own, which generate while the actor trains; for algorithms with the role generation.
+
+    Of these keys, a server reads `parallel`.
+    """
 
     parallel: GenSizesField = GenSizes(1, 1)
     """Sizes p_g-t_g of one engine; the pool's ranks are divided into engines of p_g·t_g ranks."""

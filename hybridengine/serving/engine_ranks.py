@@ -6,16 +6,13 @@ Shapes: B rows, T positions, P prompt tokens, K targets of a position, k most li
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
-from ray.exceptions import RayError
 from tensordict import TensorDict
 from tinker.types import AdamParams
 
@@ -25,12 +22,14 @@ from hybridengine.checkpoints.folders import FileList, read_kept
 from hybridengine.checkpoints.making import ROLE_FILES
 from hybridengine.config.sections import OptimizerSection
 from hybridengine.controller.calls import Future
-from hybridengine.controller.failures import failure_signature, is_passing, is_unforeseen
+from hybridengine.controller.failures import is_passing
 from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.errors import CheckpointError, DataError, RanksLostError, RequestError, WorkerError
+from hybridengine.errors import CheckpointError, RequestError
 from hybridengine.rows.micro_batches import with_empty_rows
-from hybridengine.rows.protocols import ROW_NUMBERS
+from hybridengine.serving.draws import DrawRow, draw_batch, draw_rows, drawn_samples
+from hybridengine.serving.pool_engines import PoolEngines
 from hybridengine.serving.rank_groups import RankGroups
+from hybridengine.serving.rank_losses import tells_of_loss
 from hybridengine.serving.ranks import (
     LossRow,
     ModelFacts,
@@ -47,25 +46,6 @@ from hybridengine.serving.tinker_wire import TARGETS
 POLL_S = 0.05
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _tells_of_loss(method: Callable[P, T]) -> Callable[P, T]:
-    """Return a method that raises RanksLostError in place of errors that may pass once the ranks are started again."""
-
-    @functools.wraps(method)
-    def telling(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return method(*args, **kwargs)
-        except (WorkerError, RayError) as error:
-            if not is_passing(error):
-                raise
-            raise RanksLostError(str(error), failure_signature(error), is_unforeseen(error)) from error
-
-    return telling
-
-
 class EngineRanks:
     """Ranks whose actor's worker is `workers.client_actor.ClientActor` (`Ranks`)."""
 
@@ -74,24 +54,25 @@ class EngineRanks:
         self.facts = facts
         self._num_replicas = self._config.actor.parallel.dp_size
         self._holds_base = True  # the actor holds the base model's weights
+        self.engines = PoolEngines(groups, self.holding) if self._config.engines else None
 
     @property
     def _actor(self) -> WorkerGroup:
         return self._groups.actor
 
-    @_tells_of_loss
+    @tells_of_loss
     def restart(self) -> None:
         """End the ranks, whatever they do, and start new ones with the base model's weights."""
         self._groups.start()
         self._holds_base = True
 
-    @_tells_of_loss
+    @tells_of_loss
     def begin_model(self) -> None:
         """Restore the base model's weights, drop all gradients and start a fresh optimizer."""
         self._actor.begin_model().wait()
         self._holds_base = True
 
-    @_tells_of_loss
+    @tells_of_loss
     def forward_backward(
         self, rows: Sequence[LossRow], loss: str, settings: Mapping[str, float], backward: bool
     ) -> Passed:
@@ -116,7 +97,7 @@ class EngineRanks:
         metrics = {name: float(passed[name].sum()) for name in passed.keys() if name != "log_probs"}  # noqa: SIM118
         return Passed(outputs, metrics)
 
-    @_tells_of_loss
+    @tells_of_loss
     def optim_step(self, adam: AdamParams) -> Mapping[str, float]:
         """Apply the summed gradients, drop them, and return metrics of the step."""
         settings = OptimizerSection.model_construct(
@@ -130,7 +111,7 @@ class EngineRanks:
         step = self._actor.step_with(settings).get()[0]
         return {"grad_norm:mean": step["grad_norm"], "skipped:sum": step["skipped"]}
 
-    @_tells_of_loss
+    @tells_of_loss
     def save(self, folder: Path) -> None:
         """Write weights and optimizer to `folder`, which does not exist."""
         self._check_weights()
@@ -146,7 +127,7 @@ class EngineRanks:
                 if isinstance(one, CheckpointError):
                     raise one
 
-    @_tells_of_loss
+    @tells_of_loss
     def save_sampler(self, folder: Path) -> None:
         """Write the weights to `folder` as a Hugging Face checkpoint."""
         self._check_weights()
@@ -161,7 +142,7 @@ class EngineRanks:
                     " earlier checkpoint, and train with a lower learning rate"
                 )
 
-    @_tells_of_loss
+    @tells_of_loss
     def load(self, folder: Path, optimizer: bool) -> None:
         """Load what `save` has written, with a fresh optimizer unless `optimizer`, and drop all gradients."""
         check_files(folder, read_kept(folder / ROLE_FILES, FileList).files)
@@ -171,7 +152,7 @@ class EngineRanks:
         if not optimizer:
             self._actor.start_training().wait()
 
-    @_tells_of_loss
+    @tells_of_loss
     def sample(self, prompts: Sequence[Prompt], weights: Weights) -> Sequence[Sampled]:
         """Return the continuations of each prompt; gradients that wait for their optimizer step survive."""
         scored = [
@@ -190,9 +171,9 @@ class EngineRanks:
 
     def _sampled(self, prompts: Sequence[Prompt], weights: Weights) -> Sequence[Sampled]:
         """Return samples of the actor, which holds `weights` for them."""
-        settings = [self._settings(prompt) for prompt in prompts]
-        with self._weights(weights):
-            drawn = self._with_tops(prompts, self._draw(prompts, settings))
+        rows = draw_rows(prompts, self._groups.end_tokens)
+        with self.holding(weights):
+            drawn = self._with_tops(prompts, self._draw(prompts, rows))
             asked = [prompt for prompt in prompts if prompt.log_probs_from is not None]
             scored = iter(self._scored_prompts(asked))
             return [
@@ -231,7 +212,7 @@ class EngineRanks:
         return sampled
 
     @contextlib.contextmanager
-    def _weights(self, weights: Weights) -> Iterator[None]:
+    def holding(self, weights: Weights) -> Iterator[None]:
         """Have the actor hold other weights while the context is open; its own wait in host memory."""
         if weights == "live" or (weights == "base" and self._holds_base):
             yield
@@ -252,63 +233,15 @@ class EngineRanks:
             raise
         call().wait()
 
-    def _settings(self, prompt: Prompt) -> SamplingSettings:
-        try:
-            return SamplingSettings(
-                max_tokens=prompt.max_tokens,
-                temperature=float(prompt.temperature),
-                top_p=float(prompt.top_p),
-                top_k=max(0, prompt.top_k),
-                stop_token_ids=tuple(
-                    dict.fromkeys(
-                        (*prompt.stop_ids, *(self._groups.end_tokens if prompt.stop_at_end else ()))
-                    )
-                ),
-                stop_strings=prompt.stop_texts,
-            )
-        except DataError as error:
-            raise RequestError(str(error)) from None
-
-    def _draw(
-        self, prompts: Sequence[Prompt], settings: Sequence[SamplingSettings]
-    ) -> Sequence[Sequence[Sample]]:
+    def _draw(self, prompts: Sequence[Prompt], rows: list[DrawRow]) -> Sequence[Sequence[Sample]]:
         """Return the samples of each prompt, all drawn after one switch."""
-        rows = [
-            (prompt.tokens, (prompt.seed + place) % 2**31, one)
-            for prompt, one in zip(prompts, settings, strict=True)
-            for place in range(prompt.num_samples)
-        ]
         # Each replica of the engine needs a row.
-        shortest = SamplingSettings(max_tokens=1)
         num_fillers = max(0, self._config.generation_grid.num_replicas - len(rows))
-        rows += [(rows[0][0][:1], 0, shortest)] * num_fillers
-        width = max(len(tokens) for tokens, _, _ in rows)
-        batch = TensorDict(
-            {
-                "prompt_tokens": torch.tensor(
-                    [[*tokens, *[0] * (width - len(tokens))] for tokens, _, _ in rows]
-                ),
-                "prompt_lengths": torch.tensor([len(tokens) for tokens, _, _ in rows]),
-                "seeds": torch.tensor([seed for _, seed, _ in rows]),
-                ROW_NUMBERS: torch.arange(len(rows)),
-            },
-            batch_size=[len(rows)],
-        )
+        filler = DrawRow(rows[0].tokens[:1], 0, SamplingSettings(max_tokens=1))
         self._actor.switch_to_generate().wait()
         with self._afterwards(lambda: self._actor.switch_to_train()):
-            answers = self._actor.sample(batch, [one for _, _, one in rows]).get()
-        samples = []
-        for (tokens, _, _), row in zip(rows, answers, strict=True):
-            length = int(row["response_lengths"])
-            samples.append(
-                Sample(
-                    row["tokens"][len(tokens) : len(tokens) + length].numpy(),
-                    row["rollout_log_probs"][:length].numpy(),
-                    "stop" if row["stopped"] else "length",
-                )
-            )
-        following = iter(samples)
-        return [[*islice(following, prompt.num_samples)] for prompt in prompts]
+            answers = self._actor.sample(*draw_batch([*rows, *[filler] * num_fillers])).get()
+        return drawn_samples(prompts, rows, answers)
 
     def _scored_prompts(self, prompts: Sequence[Prompt]) -> list[tuple[np.ndarray, TopLogProbs]]:
         """Return log-probs and most likely tokens of each prompt, all of them from one call of the ranks."""

@@ -8,32 +8,24 @@ import math
 import re
 import shutil
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter
 from tinker import types
 
 from hybridengine.algorithms.losses.client_inputs import FLOAT32_MAX, FLOAT32_TINY
 from hybridengine.errors import HybridEngineError, RanksLostError, RequestError
-from hybridengine.serving.ranks import Prompt, Ranks, Weights
-from hybridengine.serving.samplers import check_named, sampler_id, weights_of
+from hybridengine.serving.ranks import Ranks
+from hybridengine.serving.samplers import sampler_id
 from hybridengine.serving.store import KEPT, NEW_WEIGHTS, Base, Checkpoint, Model, Request, Sampler, Store
 from hybridengine.serving.tinker_wire import (
     decode_forward_backward,
-    decode_prompt,
     encode_passed,
-    encode_sampled,
     parse,
 )
 
 logger = logging.getLogger(__name__)
-
-PROMPT = "prompt"
-"""Kind of a request whose body is a `Prompt`, for the weights that the ranks hold."""
-PROMPTS = TypeAdapter(Prompt)
 
 MOST_TTL_S = 10 * 365 * 24 * 3600
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -71,9 +63,8 @@ class Execution:
         self.store = store
         self.folder = folder
         self._has_gradients = False  # gradients wait on the ranks for their optimizer step
-        self._held: str | None = (
-            None  # model whose weights the ranks hold, as they are at the step in the store
-        )
+        self.held: str | None = None
+        """Model whose weights the ranks hold, as they are at its step in the store."""
         self._methods = {
             "create_model": self._create_model,
             "forward": self._forward_backward,
@@ -89,9 +80,9 @@ class Execution:
         if request.kind not in self._methods:
             raise RequestError(f"{request.kind} is not served; served are {', '.join(self._methods)}")
         if request.kind in NEW_WEIGHTS:
-            self._held = None
+            self.held = None
         outcome = self._methods[request.kind](request)
-        self._held = request.owner
+        self.held = request.owner
         return outcome
 
     def check_model(
@@ -159,7 +150,7 @@ class Execution:
         Its client may sample from them while it trains. Those of the `num_kept` newest steps of a model are kept. Raises
         RanksLostError; the next call then saves nothing.
         """
-        model_id, self._held = self._held, None
+        model_id, self.held = self.held, None
         if model_id is None or not num_kept:
             return False
         model = self.store.get(Model, model_id)
@@ -181,7 +172,7 @@ class Execution:
 
     def forget(self) -> None:
         """Take note of new ranks, which hold no model's weights."""
-        self._has_gradients, self._held = False, None
+        self._has_gradients, self.held = False, None
 
     def restore(self, model_id: str) -> None:
         """Give new ranks what a model had after its last request that was done: its checkpoint, and all changes since."""
@@ -190,54 +181,7 @@ class Execution:
             self.ranks.load(Path(replay.checkpoint.folder), True)
         for request in replay.again:
             self.carry_out(request)
-        self._held = model_id
-
-    def sample(
-        self, requests: Sequence[Request], holder: Model | None, newest: bool
-    ) -> Mapping[str, bytes | Exception]:
-        """Carry sampling requests out, all of the same weights in one call, and return a result or an error for each.
-
-        `holder` is the model on the ranks; with `newest`, samplers of it that are out of date get its newest weights.
-        Raises RanksLostError if no request can be carried out before a restart.
-        """
-        results: dict[str, bytes | Exception] = {}
-        groups: dict[Weights, dict[str, Prompt]] = defaultdict(dict)
-        for request in requests:
-            try:
-                if request.kind == PROMPT:
-                    # until its first request is done, the ranks hold what an earlier model has left
-                    weights: Weights = "live" if holder is not None and holder.seq_id >= 0 else "base"
-                    prompt = PROMPTS.validate_json(request.body)
-                else:
-                    message = parse(types.SampleRequest, request.body)
-                    sampler = self.store.get(Sampler, request.owner)
-                    check_named(message, sampler)
-                    weights = weights_of(self.store, sampler, holder, self._held, newest)
-                    prompt = decode_prompt(message, self.ranks.facts, request.id)
-                groups[weights][request.id] = prompt
-            except RequestError as error:
-                results[request.id] = error
-        for weights, prompts in groups.items():
-            results |= self._draw(prompts, weights)
-        return results
-
-    def _draw(self, prompts: Mapping[str, Prompt], weights: Weights) -> Mapping[str, bytes | Exception]:
-        try:
-            drawn = [encode_sampled(sampled) for sampled in self.ranks.sample([*prompts.values()], weights)]
-            return dict(zip(prompts, drawn, strict=True))
-        except RanksLostError:
-            raise
-        except Exception as error:  # the server stays, and each client learns of it
-            if len(prompts) == 1:
-                if not isinstance(error, RequestError):
-                    logger.exception("sampling failed")
-                return dict.fromkeys(prompts, error)
-        # the ranks refuse one of them: the others are not to blame
-        return {
-            key: result
-            for each in prompts.items()
-            for key, result in self._draw(dict([each]), weights).items()
-        }
+        self.held = model_id
 
     def _create_model(self, request: Request) -> Outcome:
         self.ranks.begin_model()

@@ -98,8 +98,25 @@ class Sampled(NamedTuple):
     top_prompt: TopLogProbs | None = None
 
 
+class Engines(Protocol):
+    """Engines that sample on ranks of their own; one thread calls `push` and `sample`. Errors are those of `Ranks`."""
+
+    @property
+    def held(self) -> str | None:
+        """Return the name of the weights that all engines hold; None before the first `push`, and on new ranks."""
+        ...
+
+    def push(self, weights: Weights, name: str) -> None:
+        """Give the engines weights of the actor, which is not called meanwhile; gradients that wait must survive."""
+        ...
+
+    def sample(self, prompts: Sequence[Prompt]) -> Sequence[Sampled]:
+        """Return the continuations of prompts that ask for no log-probs of theirs and no most likely tokens."""
+        ...
+
+
 class Ranks(Protocol):
-    """A group of ranks that holds one model; its methods are called by one thread, one at a time.
+    """A group of ranks that holds one model; its methods are called one at a time.
 
     Raises: `RequestError` for what the client can change, and `RanksLostError` if the ranks need a `restart`; any other
     error is the server's. An error of a method that changes weights or gradients stops the model that asked for it.
@@ -108,6 +125,11 @@ class Ranks(Protocol):
     @property
     def facts(self) -> ModelFacts:
         """Return the facts of the served model."""
+        ...
+
+    @property
+    def engines(self) -> Engines | None:
+        """Return the engines on ranks of their own, if there are any; they are started again with the ranks."""
         ...
 
     def restart(self) -> None:

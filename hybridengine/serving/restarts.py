@@ -12,16 +12,18 @@ logger = logging.getLogger(__name__)
 
 
 class Restarts:
-    """Starts `ranks` again, at most `most` times in the life of the server.
+    """Starts `ranks` again and restores what they held by `restore`, at most `most` times in the life of the server.
 
     Restarts after requests that may have caused their own failure (`RanksLostError.unforeseen`) are not counted: these
     fail at once.
     """
 
-    def __init__(self, ranks: Ranks, most: int) -> None:
+    def __init__(self, ranks: Ranks, most: int, restore: Callable[[], None]) -> None:
         self.notice: str | None = None
         """Why no requests are carried out now; None while they are."""
-        self._ranks, self._most = ranks, most
+        self.starts = 0
+        """Number of times that the ranks have been started again."""
+        self._ranks, self._most, self._restore = ranks, most, restore
         self._number, self._last = 0, ""
 
     def is_first(self, what: str, error: Exception) -> bool:
@@ -33,8 +35,8 @@ class Restarts:
         repeated, self._last = seen == self._last, seen
         return not repeated
 
-    def recover(self, failure: RanksLostError, restore: Callable[[], None]) -> None:
-        """Start the ranks again, and `restore` what they held; raise WorkerError when that is no use any more."""
+    def recover(self, failure: RanksLostError) -> None:
+        """Start the ranks again and restore what they held; raise WorkerError when that is no use any more."""
         counted = not failure.unforeseen
         while True:
             if counted and self._number >= self._most:
@@ -54,10 +56,11 @@ class Restarts:
                 failure, counted = error, True
                 continue
             try:
-                restore()
+                self._restore()
             except RanksLostError as error:
                 failure, counted = error, not error.unforeseen
                 continue
+            self.starts += 1
             self.notice = None
             return
 

@@ -19,7 +19,8 @@ class Results:
         # held from a look at a request's state until its future is there, so that no announcement falls between
         self._lock = threading.Lock()
         self._futures: dict[str, Future[None]] = {}
-        self._given_up = False
+        self.given_up = False
+        """True if no more results are stored."""
 
     def done(self, request_id: str) -> Future[None]:
         """Return a future that completes when the request is done, has failed, or is given up.
@@ -27,7 +28,7 @@ class Results:
         Raises RequestError if the request is unknown.
         """
         with self._lock:
-            if self._store.get(Request, request_id).state == QUEUED and not self._given_up:
+            if self._store.get(Request, request_id).state == QUEUED and not self.given_up:
                 return self._futures.setdefault(request_id, Future())
         future: Future[None] = Future()
         future.set_result(None)
@@ -35,7 +36,7 @@ class Results:
 
     def finish(self, results: Mapping[str, bytes | Exception]) -> None:
         """Store results and errors in one transaction, and announce them; do nothing once they are given up."""
-        if self._given_up:
+        if self.given_up:
             return
         with self._store.transaction() as transaction:
             for request_id, result in results.items():
@@ -45,7 +46,7 @@ class Results:
     def give_up(self) -> None:
         """Complete all futures: no more results will come, and none is stored."""
         with self._lock:
-            self._given_up = True
+            self.given_up = True
         self.announce([*self._futures])
 
     def announce(self, request_ids: Iterable[str]) -> None:

@@ -1,31 +1,28 @@
-"""Order of requests: one thread carries them out on the ranks, those of a model in the order of its client."""
+"""Order of requests: those of a model in the order of its client, and samples between them or at the same time."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tinker import types
 
-from hybridengine.errors import HybridEngineError, RanksLostError, RequestError
-from hybridengine.serving.execution import PROMPT, PROMPTS, Execution, Outcome
+from hybridengine.errors import HybridEngineError, RequestError
+from hybridengine.serving.execution import Execution
+from hybridengine.serving.fair_lock import FairLock
+from hybridengine.serving.model_requests import ModelRequests
 from hybridengine.serving.ranks import Prompt, Ranks
-from hybridengine.serving.restarts import Restarts, cause_of
-from hybridengine.serving.results import Results, record
+from hybridengine.serving.restarts import cause_of
+from hybridengine.serving.results import Results
+from hybridengine.serving.sampling import PROMPT, PROMPTS, Sampling
 from hybridengine.serving.store import (
-    CHANGES,
-    NEW_WEIGHTS,
-    POISONED,
-    QUEUED,
-    STEPS,
     WAITING,
     Checkpoint,
     ClientSession,
@@ -44,12 +41,13 @@ UPKEEP_S = 60.0
 
 
 class Room:
-    """Accepts requests from any thread and carries them out on `ranks` in one.
+    """Accepts requests from any thread and carries them out on `ranks`.
 
     One model holds the ranks at a time, and others wait for them (`Turns`). Its requests are carried out by ascending
-    `seq_id` without gaps. Sampling requests are carried out between them, all that are there in one call. A request is
-    known by its owner and `seq_id`: a retry gets the first one's result. Ranks that are lost are started again
-    (`Restarts`), and the request in which they were is carried out again, unless it may be the cause itself.
+    `seq_id` without gaps. Sampling requests are carried out between them, all that are there in one call, or by a thread
+    of their own if there are engines on other ranks (`Sampling`). A request is known by its owner and `seq_id`: a retry
+    gets the first one's result. Ranks that are lost are started again (`Restarts`), and the request in which they were is
+    carried out again, unless it may be the cause itself.
 
     A sampler keeps to the step at which it was made: before weights change, those that a sampler means are saved, and
     those of the `kept_steps` newest steps kept. Older ones are refused, or, with `newest`, get the newest weights.
@@ -72,17 +70,25 @@ class Room:
         """Error that has ended the thread; no request is accepted, carried out or answered in the store any more."""
         self.at_failure: Callable[[], object] = lambda: None
         """Called once there is a `failure`."""
-        self._execution = Execution(ranks, store, folder)
         self.results = Results(store)
+        self._execution = Execution(ranks, store, folder)
         self._limits = limits or Limits()
-        self._restarts = Restarts(ranks, max_restarts)
-        self._kept_steps, self._newest = kept_steps, newest
+        self._actor = FairLock()
+        """Held by the thread that uses the actor, saved weights or `restarts`; never taken while `changed` is held."""
         # guards what follows, and is not held during calls of the ranks
         self._changed = threading.Condition()
         self._closing = False
         self._turns = Turns(store, self.results, self._limits)
         self._samples = WaitingSamples(self._changed, self._limits)
+        shared = self._execution, self._turns, self.results
+        self._requests = ModelRequests(
+            *shared, self._changed, kept_steps=kept_steps, max_restarts=max_restarts
+        )
+        self._restarts = self._requests.restarts
+        self._sampling = Sampling(*shared, self._samples, self._restarts, self._actor, newest=newest)
         self._upkeep_s = time.monotonic()
+        self._in_place = ranks.engines is None
+        """True if samples are drawn between a model's requests, and not in a thread of their own."""
         self._thread = threading.Thread(target=self._run, name="room", daemon=True)
 
     def start(self) -> None:
@@ -187,7 +193,7 @@ class Room:
         self.checkpoint(path)
         with self.store.transaction() as transaction:
             transaction.execute(hide(path))
-        self._upkeep_s = -math.inf
+        self._requests.frees_folders = True
 
     def submit(self, owner: str, seq_id: int | None, kind: str, body: bytes) -> str:
         """Accept a request of a model or (`sample`) of a sampler, and return its id; a retry returns the first one's.
@@ -257,138 +263,49 @@ class Room:
     # ---- the thread ----
 
     def _run(self) -> None:
-        try:
-            try:
-                self._restore()
-            except RanksLostError as error:
-                self._restarts.recover(error, self._restore)
+        with self._ends_the_room():
+            with self._actor:
+                self._requests.begin()
+            samples = threading.Thread(target=self._run_samples, name="samples", daemon=True)
+            if not self._in_place:
+                samples.start()
             while not self._is_ending:
                 with self._changed:
                     self._changed.wait_for(self._has_work, timeout=min(1.0, self._limits.gap_s))
-                    samples = self._samples.collect(lambda: self._is_ending)
-                    model = self._model() if samples else None
-                if samples:
-                    self._sample(samples, model)
+                if self._in_place:
+                    self._sample()
+                with self._actor:
+                    with self._changed:
+                        ready = None if self._is_ending else self._turns.ready
+                    if ready is not None:
+                        self._requests.carry_out(ready)
+                    self._upkeep()
+            if not self._in_place:
+                samples.join()
+
+    def _run_samples(self) -> None:
+        with self._ends_the_room():
+            while not self._is_ending:
                 with self._changed:
-                    ready = None if self._is_ending else self._turns.ready
-                if ready is not None:
-                    self._carry_out(ready)
-                self._upkeep()
+                    self._changed.wait_for(lambda: self._is_ending or bool(self._samples))
+                self._sample()
+
+    @contextlib.contextmanager
+    def _ends_the_room(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             logger.exception("the server no longer carries out requests")
             self.fail(error)
 
-    def _has_work(self) -> bool:
-        return self._is_ending or bool(self._samples) or self._turns.ready is not None
-
-    def _restore(self) -> None:
-        """Give new ranks what the model in training had; stop that model if this fails, or fails again."""
-        model_id = self._turns.holder
-        self._execution.forget()
-        if model_id is None:
-            return
-        try:
-            self._execution.restore(model_id)
-        except Exception as error:  # the server stays: other models can be created
-            if self._restarts.is_first(f"restore {model_id}", error):
-                raise
-            logger.exception("model %s cannot be resumed", model_id)
-            with self._changed:
-                self._turns.end(model_id, POISONED, f"it could not be resumed after a restart: {error}")
-            if isinstance(error, RanksLostError):
-                raise
-
-    def _model(self) -> Model | None:
-        holder = self._turns.holder
-        return None if holder is None else self.store.get(Model, holder)
-
-    def _sample(self, request_ids: Sequence[str], holder: Model | None) -> None:
-        requests = [self.store.get(Request, request_id) for request_id in request_ids]
-        try:
-            results = self._execution.sample(requests, holder, self._newest)
-            with self._changed:
-                self.results.finish(results)
-        except RanksLostError as error:
-            callers: dict[str, list[str]] = {}
-            for request in requests:
-                callers.setdefault("" if request.kind == PROMPT else request.owner, []).append(request.id)
-            if error.unforeseen and len(callers) > 1:  # one of them is the cause: the others are not to blame
-                self._restarts.recover(error, self._restore)
-                for own in callers.values():
-                    self._sample(own, self._model())
-                return
-            with self._changed:
-                if self._restarts.is_first(f"sample {request_ids[0]}", error):
-                    self._samples.put_back(request_ids)
-                else:
-                    self.results.finish(dict.fromkeys(request_ids, error))
-            self._restarts.recover(error, self._restore)
-
-    def _carry_out(self, request_id: str) -> None:
-        request = self.store.get(Request, request_id)
-        if request.state != QUEUED:  # its session has ended meanwhile
-            return
-        if request.kind in NEW_WEIGHTS and not self._keep_weights(request_id):
-            return
-        try:
-            outcome = self._execution.carry_out(request)
-        except Exception as error:  # the server stays; the client of this model learns of it
-            if not self._restarts.is_first(request_id, error):
-                self._fail(request, error)
-            if isinstance(error, RanksLostError):
-                self._restarts.recover(error, self._restore)
-        else:
-            with self._changed:
-                if self.failure is None:
-                    self._advance(request, outcome)
-                    self.results.announce([request.id])
-
-    def _keep_weights(self, request_id: str) -> bool:
-        """Keep the weights that a request will change; return False if it has failed during a restart of the ranks.
-
-        The ranks' loss is not the request's fault, so it is then carried out on new ones, without another try to keep.
-        """
-        try:
-            if self._execution.keep_weights(self._kept_steps):
-                self._upkeep_s = -math.inf  # an older folder may go
-            return True
-        except RanksLostError as error:
-            logger.warning("the weights before %s are not kept: %s", request_id, cause_of(error))
-            self._restarts.recover(error, self._restore)
-            return self.store.get(Request, request_id).state == QUEUED
-
-    def _fail(self, request: Request, error: Exception) -> None:
-        """Store the error of a request, and stop its model if what follows relies on it."""
-        user = isinstance(error, RequestError)
-        if not user:
-            logger.error("%s of %s failed", request.kind, request.owner, exc_info=error)
+    def _sample(self) -> None:
         with self._changed:
-            if self.failure is not None:
-                return
-            self.results.finish({request.id: error})
-            if request.kind in CHANGES:
-                reason = f"{request.kind} with seq_id={request.seq_id} failed: {error}"
-                self._turns.end(request.owner, POISONED, reason, user)
-            else:
-                self._advance(request, None)
+            collected = self._samples.collect(lambda: self._is_ending)
+        if collected:
+            self._sampling.carry_out(collected)
 
-    def _advance(self, request: Request, outcome: Outcome | None) -> None:
-        """Store an outcome, the rows that belong to it and the model's place in one transaction."""
-        with self.store.transaction() as transaction:
-            model = transaction.get_one(Model, request.owner)
-            model.seq_id = request.seq_id
-            if outcome is not None:
-                for row in outcome.rows:
-                    if isinstance(row, Checkpoint):
-                        transaction.execute(hide(row.path))
-                        self._upkeep_s = -math.inf  # a restart may need fewer folders now
-                    transaction.merge(row)
-                if request.kind in STEPS:
-                    model.step += 1
-                if request.kind in CHANGES:
-                    model.gradients = request.kind == "forward_backward"
-                record(transaction.get_one(Request, request.id), outcome.result)
-        self._turns.advance(request.owner, request.seq_id)
+    def _has_work(self) -> bool:
+        return self._is_ending or (self._in_place and bool(self._samples)) or self._turns.ready is not None
 
     def _upkeep(self) -> None:
         now_s = time.monotonic()
@@ -397,8 +314,8 @@ class Room:
                 return
             self._turns.end_gap()
             self._turns.pass_on()
-        if now_s - self._upkeep_s > UPKEEP_S:
-            self._upkeep_s = now_s
+        if now_s - self._upkeep_s > UPKEEP_S or self._requests.frees_folders:
+            self._upkeep_s, self._requests.frees_folders = now_s, False
             for checkpoint in self.store.prune(time.time() - self._limits.keep_results_s):
                 shutil.rmtree(checkpoint.folder, ignore_errors=True)
 

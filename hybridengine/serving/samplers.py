@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from tinker import types
 
@@ -11,32 +12,58 @@ from hybridengine.serving.ranks import Weights
 from hybridengine.serving.store import Checkpoint, Model, Sampler, Store
 
 
-def weights_of(
-    store: Store, sampler: Sampler, holder: Model | None, held: str | None, newest: bool
-) -> Weights:
+class Source(NamedTuple):
+    """Weights to sample from, and the name of what they are: MODEL:STEP, or base."""
+
+    weights: Weights
+    name: str
+
+
+def weights_name(store: Store, sampler: Sampler | None, holder: Model | None) -> str:
+    """Return the name of the weights that a sampler means now, whether they are there or not.
+
+    Args:
+        sampler: None for the weights that the ranks hold.
+        holder: the model that is trained, if there is one.
+    """
+    if sampler is None:
+        # until its first request is done, the ranks hold what an earlier model has left
+        return "base" if holder is None or holder.seq_id < 0 else _name(holder)
+    if sampler.model_id is None:
+        return "base"
+    if sampler.step is None:
+        return _name(store.get(Model, sampler.model_id))
+    return f"{sampler.model_id}:{sampler.step}"
+
+
+def source_of(
+    store: Store, sampler: Sampler | None, holder: Model | None, held: str | None, newest: bool
+) -> Source:
     """Return the weights that a sampler means; raise RequestError if they are neither on the ranks nor saved.
 
     Args:
-        holder: the model that is trained, if there is one.
+        sampler, holder: see `weights_name`.
         held: id of the model whose weights the ranks hold, as they are at its step; it may have ended.
         newest: sample from the newest weights of the model if the meant ones are not kept.
     """
-    if sampler.model_id is None:
-        return "base"
-    saved = store.find(Checkpoint, sampler.folder) if sampler.folder is not None else None
-    is_saved = saved is not None and not saved.gone and Path(saved.folder).is_dir()
-    if sampler.checkpoint is not None and not is_saved:
+    name = weights_name(store, sampler, holder)
+    if name == "base":
+        return Source("base", name)
+    if sampler is None or sampler.model_id is None:
+        return Source("live", name)
+    saved = saved_folder(store, sampler)
+    if sampler.checkpoint is not None and saved is None:
         raise RequestError(
             f"sampler {sampler.id} holds weights of {sampler.checkpoint} that have been deleted or have expired;"
             " create a sampling client from another checkpoint"
         )
     model = store.get(Model, sampler.model_id) if sampler.model_id == held else None
     if model is not None and sampler.step in (None, model.step):
-        return "live"
-    if saved is not None and is_saved:
-        return Path(saved.folder)
+        return Source("live", name)
+    if saved is not None:
+        return Source(saved, name)
     if model is not None and newest:
-        return "live"
+        return Source("live", _name(model))
     wanted = "newest weights" if sampler.step is None else f"weights of step {sampler.step}"
     if holder is None or holder.id != sampler.model_id:
         raise RequestError(
@@ -48,6 +75,17 @@ def weights_of(
         " a new sampler, save weights under a name and sample from that checkpoint, or raise the server's"
         " serve.kept_steps"
     )
+
+
+def _name(model: Model) -> str:
+    return f"{model.id}:{model.step}"
+
+
+def saved_folder(store: Store, sampler: Sampler) -> Path | None:
+    """Return the folder of a sampler's weights if it is there."""
+    saved = store.find(Checkpoint, sampler.folder) if sampler.folder is not None else None
+    is_there = saved is not None and not saved.gone and Path(saved.folder).is_dir()
+    return Path(saved.folder) if saved is not None and is_there else None
 
 
 def check_named(message: types.SampleRequest, sampler: Sampler) -> None:

@@ -25,6 +25,11 @@ def is_scored(prompt: Prompt) -> bool:
     )
 
 
+def needs_logits(prompt: Prompt) -> bool:
+    """Return True if a prompt asks for what an engine does not have: its log-probs, or the most likely tokens."""
+    return prompt.log_probs_from is not None or bool(prompt.top_log_probs)
+
+
 def completed(
     prompt: Prompt, samples: Sequence[Sample], scored: tuple[np.ndarray, TopLogProbs] | None
 ) -> Sampled:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from hybridengine.config import ModelHolder, RunConfig, holder_shape, model_holders, model_shape
+from hybridengine.config.algorithm import ServedAlgorithm
 from hybridengine.config.run_config import TRAINED
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.drivers.dataflow import check_functions
@@ -73,10 +74,13 @@ def _engine_lines(config: RunConfig) -> list[str]:
     spread = sum(len(nodes) > 1 for nodes in config.engines)
     across = f", {spread} of them on several nodes" if spread else ""
     bound = config.staleness
-    return [
-        f"engines: {len(config.engines)} of {gen} (p_g-t_g) in pool {name}{across}; generation waits for the bound alone:"
-        f" no trained token is older than max_versions={bound.max_versions} (bound: {bound.bound})"
-    ]
+    purpose = (
+        "clients sample while the actor trains"
+        if isinstance(config.algorithm, ServedAlgorithm)
+        else "generation waits for the bound alone: no trained token is older than"
+        f" max_versions={bound.max_versions} (bound: {bound.bound})"
+    )
+    return [f"engines: {len(config.engines)} of {gen} (p_g-t_g) in pool {name}{across}; {purpose}"]
 
 
 def group_lines(config: RunConfig, cost: SwitchCost) -> list[str]:

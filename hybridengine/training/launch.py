@@ -116,17 +116,17 @@ class RunPools:
         (holder,) = (holder for holder in model_holders(self._config) if holder.role == role)
         return self._model(holder, worker or WORKERS[role], **arguments)
 
-    def start_engines(self, stop_token_ids: tuple[int, ...]) -> list[WorkerGroup]:
-        """Return the engines of the role generation, each on a pool of its own."""
+    def start_engines(self, worker: str | None = None, **arguments: object) -> list[WorkerGroup]:
+        """Return the engines of the role generation, each on a pool of its own; arguments are those of `start_model`."""
         config = self._config
         sizes = config.generation.parallel
-        arguments = {"run": config, "folder": config.model_folder, "stop_token_ids": stop_token_ids}
+        arguments = {"run": config, "folder": config.model_folder, **arguments}
         with ThreadPoolExecutor(max(1, len(config.engines))) as threads:
             started = [
                 threads.submit(
                     WorkerGroup,
                     self._pools[name],
-                    WORKERS["generation"],
+                    worker or WORKERS["generation"],
                     role="generation",
                     parallel=TrainSizes(sizes.pp_size, sizes.tp_size, 1),
                     config=arguments,

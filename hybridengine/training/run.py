@@ -182,7 +182,7 @@ class _Run:
             actor.export_model(str(config.start_folder), str(config.companions_folder)).wait()
             say(f"warmed-up model saved: {as_typed(config.start_folder)}")
         actor.start_training()
-        engines = pools.start_engines(self.files.stop_token_ids)
+        engines = pools.start_engines(stop_token_ids=self.files.stop_token_ids)
         roles = pools.start_roles(actor, engines, say)
         if checkpoint is not None:
             load_roles(checkpoint, config, roles)

@@ -31,9 +31,9 @@ def run_command(*arguments: object) -> None:
 
 
 class Server(ServerProcess):
-    """A server of a model, and the client's Python that drives it."""
+    """A server of a model, and the client's Python that drives it; `others` are added to its sections."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(self, folder: Path, model: Path, **others: dict[str, Any]) -> None:
         sections = {
             "cluster": {"ranks_per_node": [2]},
             "model": {"path": str(model)},
@@ -42,6 +42,8 @@ class Server(ServerProcess):
             "serve": {"model_name": NAME},
             "timeouts": {"call_s": 120},
         }
+        for name, section in others.items():
+            sections[name] = sections.get(name, {}) | section
         super().__init__(folder / "server", sections, START_S)
 
     def memory_bytes(self) -> int:

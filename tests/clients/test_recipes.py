@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,34 @@ def test_the_reward_of_math_rl_rises(
     assert len(rewards) == 6
     assert 0.2 < rewards[0] < 0.75
     assert sum(rewards[-2:]) / 2 > rewards[0] + 0.2, rewards
+
+
+def test_an_off_policy_recipe_samples_on_engines_while_the_actor_trains(
+    warm_model: Path, client_folder: Path, tmp_path: Path
+) -> None:
+    calls = tmp_path / "calls.jsonl"
+    pools = {"engines": {"roles": ["generation"], "ranks_per_node": [1]}}
+    server = Server(
+        tmp_path, warm_model, cluster={"pools": pools}, serve={"model_name": NAME, "calls_file": str(calls)}
+    )
+    options = ARITHMETIC | {"loss_fn": "importance_sampling", "max_steps_off_policy": 2}
+    try:
+        server.start()
+        rewards = rewards_of(metrics_of(server, client_folder, tmp_path, "math_rl.train", **options))
+    finally:
+        assert server.stop() == 128 + signal.SIGTERM, server.log.read_text()
+    assert len(rewards) == 6
+    assert sum(rewards[-2:]) / 2 > rewards[0] + 0.2, rewards
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for call in map(json.loads, calls.read_text().splitlines()):
+        spans.setdefault(call["call"], []).append((call["begin_s"], call["end_s"]))
+    assert "actor.sample" not in spans
+    both = [
+        min(end, end_of) - max(begin, begin_of)
+        for begin, end in spans["generation.sample"]
+        for begin_of, end_of in spans["actor.pass_rows"] + spans["actor.step_with"]
+    ]
+    assert max(both) > 0, spans
 
 
 def test_the_loss_of_chat_sl_falls(server: Server, client_folder: Path, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def draw(kv: str, parallel: str, folder: Path) -> Drawn:
         actor = pools.start_model("actor", folder=config.model_folder)
         actor.start_supervised(0.02, NUM_VERSIONS)
         actor.export_model(str(config.start_folder), str(config.companions_folder)).wait()
-        groups = pools.start_engines(())  # without stop tokens, all responses have the same length
+        groups = pools.start_engines()  # without stop tokens, all responses have the same length
         roles = pools.start_roles(actor, groups)
         engines: Engines = roles.generation
         engines.go_on(0, None)

@@ -46,12 +46,16 @@ class TableRanks:
         self.free = threading.Event()
         """Calls wait for it."""
         self.free.set()
+        self.engines: TableEngines | None = None
+        """Set before a room gets these ranks."""
         self.begin_model()
         self.calls.clear()
 
     def restart(self) -> None:
         self._called("restart")
         self._reset()
+        if self.engines is not None:
+            self.engines.held = None
 
     def begin_model(self) -> None:
         self._called("begin_model")
@@ -86,10 +90,14 @@ class TableRanks:
         return {"grad_norm:mean": norm}
 
     def sample(self, prompts: Sequence[Prompt], weights: Weights) -> Sequence[Sampled]:
-        self._called(f"sample {len(prompts)} {weights.name if isinstance(weights, Path) else weights}")
+        self._called(f"sample {len(prompts)} {_shown(weights)}")
+        return self.sampled(prompts, self.table_of(weights))
+
+    def sampled(self, prompts: Sequence[Prompt], table: np.ndarray) -> Sequence[Sampled]:
+        """Return samples of a table of logits."""
         if any(prompt.top_p < 1 for prompt in prompts):
             raise RequestError("top_p is not served by a table")
-        return [self._sampled(prompt, self._table(weights)) for prompt in prompts]
+        return [self._sampled(prompt, table) for prompt in prompts]
 
     def save(self, folder: Path) -> None:
         self._called("save")
@@ -109,6 +117,10 @@ class TableRanks:
     def _called(self, name: str) -> None:
         self.asked.append(name)
         assert self.free.wait(20)
+        self.noted(name)
+
+    def noted(self, name: str) -> None:
+        """Note a call, and raise the error that it is to have."""
         self.calls.append(name)
         if errors := self.errors.get(name):
             raise errors.pop(0)
@@ -116,7 +128,7 @@ class TableRanks:
         if error is not None:
             raise error
 
-    def _table(self, weights: Weights) -> np.ndarray:
+    def table_of(self, weights: Weights) -> np.ndarray:
         if isinstance(weights, Path):
             return np.load(weights / "table.npy")
         return self.table if weights == "live" else np.zeros_like(self.table)
@@ -165,3 +177,28 @@ def _top(log_probs: np.ndarray, number: int) -> TopLogProbs:
     """Return the most likely tokens of each row; of equally likely ones, the first."""
     ids = np.argsort(-log_probs, axis=-1, kind="stable")[:, :number]
     return TopLogProbs(ids, np.take_along_axis(log_probs, ids, -1))
+
+
+class TableEngines:
+    """The `Engines` of unit tests: a copy of the ranks' table. Its calls are noted with theirs."""
+
+    def __init__(self, ranks: TableRanks) -> None:
+        self._ranks, ranks.engines = ranks, self
+        self.held: str | None = None
+        self.free = threading.Event()
+        """Samples wait for it."""
+        self.free.set()
+
+    def push(self, weights: Weights, name: str) -> None:
+        self._ranks._called(f"push {_shown(weights)}")
+        self.held, self._table = name, self._ranks.table_of(weights).copy()
+
+    def sample(self, prompts: Sequence[Prompt]) -> Sequence[Sampled]:
+        self._ranks.asked.append(f"draw {len(prompts)}")
+        assert self.free.wait(20)
+        self._ranks.noted(f"draw {len(prompts)}")
+        return self._ranks.sampled(prompts, self._table)
+
+
+def _shown(weights: Weights) -> str:
+    return weights.name if isinstance(weights, Path) else weights

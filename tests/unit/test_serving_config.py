@@ -58,9 +58,31 @@ def test_a_server_has_the_actor_alone_or_a_reference_too() -> None:
     assert config.num_ranks == 5
 
 
+ENGINES = ["cluster.pools.engines.roles=[generation]", "cluster.pools.engines.ranks_per_node=[4]"]
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_a_server_has_engines_if_a_pool_has_them(reference: bool) -> None:
+    overrides = [SHAPES, *ENGINES, "generation.parallel=1-2", f"serve.reference={reference}"]
+    config = load_config(FILE, overrides, dry_run=True, serves=True)
+    assert config.engines == ((2,), (2,))
+    assert [holder.name for holder in model_holders(config)] == ["actor", "reference"][: 1 + reference]
+    assert config.num_ranks == 6
+    (line,) = (line for line in layout_lines(config, cost_of(config)) if line.startswith("engines: "))
+    assert line == "engines: 2 of 1-2 (p_g-t_g) in pool engines; clients sample while the actor trains"
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            [*ENGINES, "generation.parallel=1-3"],
+            r"engines of p_g·t_g = 1·3 = 3 ranks do not divide the 4 of cluster.pools.engines.ranks_per_node",
+        ),
+        (
+            ["serve.reference=true", "cluster.pools.engines.roles=[generation,reference]"],
+            "names generation and reference, .*; give generation a pool of its own",
+        ),
         (
             ["cluster.pools.b.roles=[critic]"],
             "cluster.pools.b.roles names critic, and this server has actor;",

@@ -20,7 +20,7 @@ FACTS = ModelFacts("tiny", "tiny", vocabulary_size=8, context_tokens=32)
 
 def ranks_of(**methods: Any) -> EngineRanks:
     """Return ranks whose actor has these methods."""
-    config = SimpleNamespace(actor=SimpleNamespace(parallel=SimpleNamespace(dp_size=1)))
+    config = SimpleNamespace(actor=SimpleNamespace(parallel=SimpleNamespace(dp_size=1)), engines=())
     groups: Any = SimpleNamespace(config=config, actor=SimpleNamespace(**methods))
     return EngineRanks(groups, FACTS)
 

@@ -512,7 +512,7 @@ def test_a_room_that_has_broken_says_so(rooms: Rooms, monkeypatch: pytest.Monkey
     ended = threading.Event()
     room.at_failure = ended.set
     model = begin(room)
-    monkeypatch.setattr(room, "_carry_out", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(room._requests, "carry_out", lambda _: (_ for _ in ()).throw(OSError("disk full")))
     accepted = room.submit(model, 1, "optim_step", step(model))
     room.results.done(accepted).result(10)
     assert ended.wait(10)

@@ -1,0 +1,66 @@
+"""Responses that a rank's engine draws for rows of prompts, each with a seed and settings of its own.
+
+Shapes: B rows, P prompt tokens, R response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from hybridengine.backends.engine import Response, SamplingSettings, generate
+from hybridengine.backends.vllm.engine import VllmEngine
+from hybridengine.rows.protocols import ROW_NUMBERS
+
+SAMPLE_COLUMNS = ("prompt_tokens", "prompt_lengths", "seeds", ROW_NUMBERS)
+"""Columns of rows to sample."""
+
+
+def respond(
+    engine: VllmEngine,
+    prompts: TensorDictBase,
+    seeds: Sequence[int],
+    sampling: Sequence[SamplingSettings],
+    width: int,
+    padding: int,
+) -> tuple[TensorDict, list[Response]]:
+    """Return a response to each prompt as rows and as they are; lists have one entry per row.
+
+    Reads `prompt_tokens` [B, P] and `prompt_lengths` [B]. Rows have `tokens` [B, P + R], `response_lengths` [B] and
+    `rollout_log_probs` [B, R], with R = `width`; `padding` is the token after a response.
+    """
+    lengths, padded = prompts["prompt_lengths"].tolist(), prompts["prompt_tokens"]
+    rows = [row[:length] for row, length in zip(padded.tolist(), lengths, strict=True)]
+    outputs = generate(engine, rows, seeds, sampling)
+    tokens = torch.full((len(rows), padded.size(1) + width), padding)
+    log_probs = torch.zeros(len(rows), width)
+    for row, (prompt, output) in enumerate(zip(rows, outputs, strict=True)):
+        sequence = prompt + output.token_ids
+        tokens[row, : len(sequence)] = torch.tensor(sequence)
+        log_probs[row, : len(output.log_probs)] = torch.tensor(output.log_probs)
+    columns = {
+        "tokens": tokens,
+        "response_lengths": torch.tensor([len(output.token_ids) for output in outputs]),
+        "rollout_log_probs": log_probs,
+    }
+    return TensorDict(columns, batch_size=[len(rows)]), outputs
+
+
+def sample_rows(
+    engine: VllmEngine, prompts: TensorDictBase, sampling: Sequence[SamplingSettings]
+) -> TensorDict:
+    """Return a response to each prompt: the columns of `respond`, and `stopped`; R is the largest `max_tokens`.
+
+    Reads `SAMPLE_COLUMNS`, with `seeds` [B] int64. `stopped` [B] is True where a stop token or string has ended the
+    response, which is its end, and False at `max_tokens`.
+
+    Args:
+        sampling: settings of each row of the call, in order, on all ranks.
+    """
+    own = [sampling[number] for number in prompts[ROW_NUMBERS].tolist()]
+    width = max(settings.max_tokens for settings in sampling)
+    rows, responses = respond(engine, prompts, prompts["seeds"].tolist(), own, width, padding=0)
+    rows["stopped"] = torch.tensor([response.finish_reason == "stop" for response in responses])
+    return rows
