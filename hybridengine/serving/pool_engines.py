@@ -5,8 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from typing import Any
 
+from hybridengine.controller.calls import Future
+from hybridengine.controller.failures import is_passing
+from hybridengine.errors import WorkerError
 from hybridengine.rollouts.engine import PoolEngine
 from hybridengine.serving.draws import draw_batch, draw_rows, drawn_samples
 from hybridengine.serving.rank_groups import RankGroups
@@ -24,7 +28,8 @@ class PoolEngines:
         self, groups: RankGroups, holding: Callable[[Weights], AbstractContextManager[None]]
     ) -> None:
         self._groups, self._holding = groups, holding
-        self._engines: Sequence[PoolEngine] = ()  # those that hold weights
+        self._engines: Sequence[PoolEngine] = ()
+        """Those that hold weights: not those of `groups` once these have been started again."""
         self._name = ""
         self._numbers = itertools.count()
 
@@ -40,18 +45,33 @@ class PoolEngines:
         pushes, engines = self._groups.pushes, self._groups.engines
         with self._holding(weights):
             pushes.push(next(self._numbers), engines)
-            for call in pushes.calls:
-                call.wait()
+            calls, pushes.calls = pushes.calls, []
+            _results(calls)
         self._engines, self._name = engines, name
 
     @tells_of_loss
     def sample(self, prompts: Sequence[Prompt]) -> Sequence[Sampled]:
-        """Return the continuations of each prompt, in equal parts from the engines."""
+        """Return the continuations of each prompt; the engines draw about as many each."""
         rows = draw_rows(prompts, self._groups.end_tokens)
         size = math.ceil(len(rows) / len(self._engines))
         parts = [rows[begin : begin + size] for begin in range(0, len(rows), size)]
         calls = [
             engine.group.sample(*draw_batch(part)) for engine, part in zip(self._engines, parts, strict=False)
         ]
-        answers = itertools.chain.from_iterable([call.get() for call in calls])
+        answers = itertools.chain.from_iterable(_results(calls))
         return [Sampled(samples) for samples in drawn_samples(prompts, rows, answers)]
+
+
+def _results(calls: Sequence[Future]) -> list[Any]:
+    """Return the results of calls on several engines.
+
+    After an error that is not the loss of a rank, all calls have ended, so that none fails later ones.
+    """
+    try:
+        return [call.get() for call in calls]
+    except WorkerError as error:
+        if not is_passing(error):
+            for call in calls:
+                with suppress(WorkerError):
+                    call.wait()
+        raise

@@ -37,6 +37,8 @@ class Restarts:
 
     def recover(self, failure: RanksLostError) -> None:
         """Start the ranks again and restore what they held; raise WorkerError when that is no use any more."""
+        if self.notice is not None:  # another thread has failed to
+            raise WorkerError(f"{failure}\n{self.notice}, which failed") from failure
         counted = not failure.unforeseen
         while True:
             if counted and self._number >= self._most:

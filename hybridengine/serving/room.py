@@ -74,22 +74,22 @@ class Room:
         self._execution = Execution(ranks, store, folder)
         self._limits = limits or Limits()
         self._actor = FairLock()
-        """Held by the thread that uses the actor, saved weights or `restarts`; never taken while `changed` is held."""
+        """Held by the thread that uses the actor, changes files of saved weights or starts ranks again; taken before
+        `changed`, never while that is held."""
         # guards what follows, and is not held during calls of the ranks
         self._changed = threading.Condition()
         self._closing = False
         self._turns = Turns(store, self.results, self._limits)
         self._samples = WaitingSamples(self._changed, self._limits)
-        shared = self._execution, self._turns, self.results
-        self._requests = ModelRequests(
-            *shared, self._changed, kept_steps=kept_steps, max_restarts=max_restarts
-        )
+        shared = self._execution, self._turns, self.results, self._changed
+        self._requests = ModelRequests(*shared, kept_steps=kept_steps, max_restarts=max_restarts)
         self._restarts = self._requests.restarts
         self._sampling = Sampling(*shared, self._samples, self._restarts, self._actor, newest=newest)
         self._upkeep_s = time.monotonic()
         self._in_place = ranks.engines is None
         """True if samples are drawn between a model's requests, and not in a thread of their own."""
         self._thread = threading.Thread(target=self._run, name="room", daemon=True)
+        self._sampler = threading.Thread(target=self._run_samples, name="samples", daemon=True)
 
     def start(self) -> None:
         """Take up what an earlier process of this server has left in the store, and begin to carry requests out."""
@@ -139,6 +139,8 @@ class Room:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
+        if self._sampler.is_alive():
+            self._sampler.join()
 
     # ---- what clients call ----
 
@@ -266,9 +268,8 @@ class Room:
         with self._ends_the_room():
             with self._actor:
                 self._requests.begin()
-            samples = threading.Thread(target=self._run_samples, name="samples", daemon=True)
             if not self._in_place:
-                samples.start()
+                self._sampler.start()
             while not self._is_ending:
                 with self._changed:
                     self._changed.wait_for(self._has_work, timeout=min(1.0, self._limits.gap_s))
@@ -280,8 +281,6 @@ class Room:
                     if ready is not None:
                         self._requests.carry_out(ready)
                     self._upkeep()
-            if not self._in_place:
-                samples.join()
 
     def _run_samples(self) -> None:
         with self._ends_the_room():

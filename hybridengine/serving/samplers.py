@@ -19,19 +19,20 @@ class Source(NamedTuple):
     name: str
 
 
-def weights_name(store: Store, sampler: Sampler | None, holder: Model | None) -> str:
+def weights_name(store: Store, sampler: Sampler | None, holder: Model | None, newest: bool) -> str:
     """Return the name of the weights that a sampler means now, whether they are there or not.
 
     Args:
         sampler: None for the weights that the ranks hold.
         holder: the model that is trained, if there is one.
+        newest: True if a sampler means the newest weights of its model once its own are not kept.
     """
     if sampler is None:
         # until its first request is done, the ranks hold what an earlier model has left
         return "base" if holder is None or holder.seq_id < 0 else _name(holder)
     if sampler.model_id is None:
         return "base"
-    if sampler.step is None:
+    if sampler.step is None or (newest and saved_folder(store, sampler) is None):
         return _name(store.get(Model, sampler.model_id))
     return f"{sampler.model_id}:{sampler.step}"
 
@@ -42,11 +43,10 @@ def source_of(
     """Return the weights that a sampler means; raise RequestError if they are neither on the ranks nor saved.
 
     Args:
-        sampler, holder: see `weights_name`.
+        sampler, holder, newest: see `weights_name`.
         held: id of the model whose weights the ranks hold, as they are at its step; it may have ended.
-        newest: sample from the newest weights of the model if the meant ones are not kept.
     """
-    name = weights_name(store, sampler, holder)
+    name = weights_name(store, sampler, holder, newest)
     if name == "base":
         return Source("base", name)
     if sampler is None or sampler.model_id is None:
@@ -57,13 +57,10 @@ def source_of(
             f"sampler {sampler.id} holds weights of {sampler.checkpoint} that have been deleted or have expired;"
             " create a sampling client from another checkpoint"
         )
-    model = store.get(Model, sampler.model_id) if sampler.model_id == held else None
-    if model is not None and sampler.step in (None, model.step):
+    if sampler.model_id == held and name == _name(store.get(Model, held)):
         return Source("live", name)
     if saved is not None:
         return Source(saved, name)
-    if model is not None and newest:
-        return Source("live", _name(model))
     wanted = "newest weights" if sampler.step is None else f"weights of step {sampler.step}"
     if holder is None or holder.id != sampler.model_id:
         raise RequestError(

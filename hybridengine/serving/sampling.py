@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -57,6 +58,7 @@ class Sampling:
         execution: Execution,
         turns: Turns,
         results: Results,
+        changed: threading.Condition,
         waiting: WaitingSamples,
         restarts: Restarts,
         actor: FairLock,
@@ -65,16 +67,21 @@ class Sampling:
     ) -> None:
         self._execution, self._store = execution, execution.store
         self._ranks, self._engines = execution.ranks, execution.ranks.engines
-        self._turns, self._results, self._waiting, self._restarts = turns, results, waiting, restarts
-        self._actor, self._newest = actor, newest
+        self._turns, self._results, self._changed = turns, results, changed
+        self._waiting, self._restarts, self._actor, self._newest = waiting, restarts, actor, newest
         self._parts: list[Sequence[str]] = []
         """Requests that are carried out next, those of each part apart from the others."""
+        self._starts = 0
+        """Starts of the ranks when the present part was begun."""
 
     def carry_out(self, request_ids: Sequence[str]) -> None:
         """Carry requests out, or put them back among those that wait."""
         self._parts = [request_ids]
         while self._parts:
+            self._starts = self._restarts.starts
             asked = self._asked(self._parts.pop(0))
+            if not asked:
+                continue
             prompts = self._held(asked)
             if prompts is None:
                 with self._actor:
@@ -102,29 +109,51 @@ class Sampling:
     def _held(self, asked: Mapping[str, Asked]) -> Mapping[str, Prompt] | None:
         """Return the prompts for the weights that engines hold, if the first one is among them; put the others back."""
         held = None if self._engines is None else self._engines.held
+        if held is None:
+            return None
+        model = self._model()
         prompts = {
             key: prompt
             for key, (prompt, sampler_id) in asked.items()
-            if held is not None and not needs_logits(prompt) and self._means(sampler_id, held)
+            if not needs_logits(prompt) and self._means(sampler_id, model, held)
         }
-        if not prompts or next(iter(asked)) not in prompts:
+        if next(iter(asked)) not in prompts:
             return None
-        with self._waiting.changed:
-            self._waiting.put_back([key for key in asked if key not in prompts])
+        self._put_back([key for key in asked if key not in prompts])
         return prompts
 
-    def _means(self, sampler_id: str | None, name: str) -> bool:
+    def _means(self, sampler_id: str | None, model: Model | None, name: str) -> bool:
         """Return True if a sampler means the weights of this name, unless its checkpoint is gone."""
         sampler = self._sampler(sampler_id)
         if sampler is not None and sampler.checkpoint is not None and not saved_folder(self._store, sampler):
             return False
-        return weights_name(self._store, sampler, self._model()) == name
+        return weights_name(self._store, sampler, model, self._newest) == name
 
     def _sampler(self, sampler_id: str | None) -> Sampler | None:
         return None if sampler_id is None else self._store.get(Sampler, sampler_id)
 
     def _prepared(self, asked: Mapping[str, Asked]) -> Mapping[str, Prompt]:
-        """Draw in place, and give engines the weights for other prompts, which are returned; put the rest back."""
+        """Draw in place, and return prompts whose weights engines have got for them; put the rest back.
+
+        After a loss of the ranks, no prompts are returned: new engines hold no weights.
+        """
+        rest, chosen, is_lost = list[str](), dict[str, Prompt](), False
+        for (source, in_place), prompts in self._groups(asked).items():
+            if is_lost or (chosen and not in_place):
+                rest += prompts
+            elif in_place:
+                is_lost = not self._draw(prompts, partial(self._ranks.sample, weights=source.weights))
+            elif self._engines is not None:
+                is_lost = not self._tried(prompts, partial(self._push, source, prompts))
+                if self._engines.held == source.name:  # else they have been told why not
+                    chosen = prompts
+        if is_lost:
+            rest, chosen = [*chosen, *rest], {}
+        self._put_back(rest)
+        return chosen
+
+    def _groups(self, asked: Mapping[str, Asked]) -> Mapping[tuple[Source, bool], dict[str, Prompt]]:
+        """Return prompts by the weights that they mean, and whether they are drawn in place; refuse the others."""
         groups, refused = defaultdict[tuple[Source, bool], dict[str, Prompt]](dict), dict[str, Exception]()
         model = self._model()
         for key, (prompt, sampler_id) in asked.items():
@@ -136,18 +165,7 @@ class Sampling:
             except RequestError as error:
                 refused[key] = error
         self._finish(refused)
-        rest, for_engines, goes_on = list[str](), dict[str, Prompt](), True
-        for (source, in_place), prompts in groups.items():
-            if not goes_on or (for_engines and not in_place):
-                rest += prompts
-            elif in_place:
-                goes_on = self._draw(prompts, partial(self._ranks.sample, weights=source.weights))
-            else:
-                pushed = self._tried(prompts, partial(self._push, source, prompts))
-                goes_on, for_engines = pushed is not None, prompts if pushed else {}
-        with self._waiting.changed:
-            self._waiting.put_back(rest)
-        return for_engines
+        return groups
 
     def _model(self) -> Model | None:
         """Return the model that holds the ranks."""
@@ -155,17 +173,17 @@ class Sampling:
         return None if holder is None else self._store.get(Model, holder)
 
     def _push(self, source: Source, request_ids: Iterable[str]) -> bool:
-        """Give engines weights; return False if that failed, as those who wait for them are told."""
+        """Give engines weights that they do not hold; tell those who wait for them if that fails."""
         assert self._engines is not None, "only called with engines"
         try:
-            self._engines.push(source.weights, source.name)
-            return True
+            if self._engines.held != source.name:
+                self._engines.push(source.weights, source.name)
         except RanksLostError:
             raise
         except Exception as error:  # the server stays
             logger.exception("%s cannot be given to engines", source.name)
             self._finish(dict.fromkeys(request_ids, error))
-            return False
+        return True
 
     def _draw(
         self,
@@ -189,19 +207,19 @@ class Sampling:
 
         `lock` is the actor's if this thread does not hold it.
         """
-        starts = self._restarts.starts
         try:
             return call()
         except RanksLostError as error:
             with lock or nullcontext():
-                self._go_on_after(error, [*request_ids], starts)
+                self._go_on_after(error, [*request_ids])
             return None
 
-    def _go_on_after(self, error: RanksLostError, request_ids: Sequence[str], starts: int) -> None:
-        """Start lost ranks again unless that has been done since `starts`; carry requests out again, or fail them."""
-        if self._restarts.starts != starts:
-            with self._waiting.changed:
-                self._waiting.put_back(request_ids)
+    def _go_on_after(self, error: RanksLostError, request_ids: Sequence[str]) -> None:
+        """Start lost ranks again, unless another thread has done so; carry requests out again, or fail them."""
+        if self._results.given_up:
+            return
+        if self._restarts.starts != self._starts:
+            self._put_back(request_ids)
             return
         requests = [self._store.get(Request, request_id) for request_id in request_ids]
         callers = defaultdict[str, list[str]](list)
@@ -210,15 +228,19 @@ class Sampling:
         if error.unforeseen and len(callers) > 1:  # one of them is the cause: the others are not to blame
             self._parts += callers.values()
         elif self._restarts.is_first(f"sample {request_ids[0]}", error):
-            with self._waiting.changed:
-                self._waiting.put_back(request_ids)
+            self._put_back(request_ids)
         else:
             self._finish(dict.fromkeys(request_ids, error))
         self._restarts.recover(error)
 
+    def _put_back(self, request_ids: Sequence[str]) -> None:
+        with self._changed:
+            self._waiting.put_back(request_ids)
+
     def _finish(self, results: Mapping[str, bytes | Exception]) -> None:
-        with self._waiting.changed:
-            self._results.finish(results)
+        if results:
+            with self._changed:
+                self._results.finish(results)
 
 
 def _drawn(

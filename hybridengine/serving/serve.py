@@ -31,7 +31,7 @@ from hybridengine.serving.room import Limits, Room
 from hybridengine.serving.store import Store
 from hybridengine.serving.tinker_app import create_app
 from hybridengine.training.dry_run import cost_of, layout_lines
-from hybridengine.training.files import keep_config, stop_token_ids
+from hybridengine.training.files import keep_config, stop_token_ids, vocabulary_problems
 from hybridengine.training.run import local_problems
 
 CLOSING_S = 5
@@ -55,6 +55,9 @@ def serve(config: RunConfig) -> None:
         ends.enter_context(run_lock(config.run_folder, lambda text: say(f"warning: {text}")))
         shape = check_weights(config.model_folder)
         tokenizer = load_tokenizer(config.tokenizer_folder, pad_with_eos=True)
+        raise_all(
+            vocabulary_problems(config, tokenizer, f"the model {config.model_folder}", shape.vocab_size)
+        )
         end_tokens = stop_token_ids(config.model_folder, tokenizer, shape.vocab_size)
         with writing(config.companions_folder):
             copy_companions(config.model_folder, config.tokenizer_folder, config.companions_folder)

@@ -18,7 +18,7 @@ class WaitingSamples:
     """Ids of sampling requests in the order of their arrival. `changed` is held during all calls but `arriving`."""
 
     def __init__(self, changed: threading.Condition, limits: Limits) -> None:
-        self.changed, self._limits = changed, limits
+        self._changed, self._limits = changed, limits
         self._ids: list[str] = []
         self._last_s = -math.inf  # time of the last one
         self._arriving = 0  # those that are being stored; the connections' thread alone changes it
@@ -57,7 +57,7 @@ class WaitingSamples:
             rest_s = self._last_s + limits.quiet_s - now_s
             if rest_s <= 0 and not self._arriving:
                 break
-            self.changed.wait(min(max(rest_s, POLL_S), end_s - now_s))
+            self._changed.wait(min(max(rest_s, POLL_S), end_s - now_s))
         if is_ending():
             return []
         collected, self._ids = self._ids, []

@@ -109,12 +109,7 @@ def prepare_files(config: RunConfig) -> RunFiles:
     own = [holder for holder in model_holders(config) if holder.path is not None]
     sizes = {f"{holder.key}.path={holder.path}": holder_shape(config, holder).vocab_size for holder in own}
     for model, vocab_size in {f"the actor's model {config.model_folder}": shape.vocab_size, **sizes}.items():
-        if len(tokenizer) > vocab_size:
-            problems.append(
-                f"{model} has vocab_size={vocab_size}, the actor's tokenizer ({config.tokenizer_folder}) has"
-                f" {len(tokenizer)} tokens; all models read the same tokens: name one that was trained with this"
-                " tokenizer"
-            )
+        problems += vocabulary_problems(config, tokenizer, model, vocab_size)
     files = _read_rows(config, tokenizer, shape.vocab_size, problems)
     raise_all(problems, DataError)
     # Copied now, because the folders of models may be moved during a long run.
@@ -176,6 +171,18 @@ def _read_rows(
         )
     stops = _attempt(problems, stop_token_ids, config.model_folder, tokenizer, vocab_size)
     return RunFiles(tokenizer, prompts, held_out, demonstrations, stops or ())
+
+
+def vocabulary_problems(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, model: str, vocab_size: int
+) -> list[str]:
+    """Return an error text if the tokenizer has tokens that a model does not know."""
+    if len(tokenizer) <= vocab_size:
+        return []
+    return [
+        f"{model} has vocab_size={vocab_size}, the actor's tokenizer ({config.tokenizer_folder}) has {len(tokenizer)}"
+        " tokens; all models read the same tokens: name one that was trained with this tokenizer"
+    ]
 
 
 def stop_token_ids(

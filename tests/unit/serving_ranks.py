@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from tinker.types import AdamParams
 
-from hybridengine.errors import RequestError
+from hybridengine.errors import RanksLostError, RequestError
 from hybridengine.serving.ranks import (
     LossRow,
     ModelFacts,
@@ -197,6 +197,8 @@ class TableEngines:
         self._ranks.asked.append(f"draw {len(prompts)}")
         assert self.free.wait(20)
         self._ranks.noted(f"draw {len(prompts)}")
+        if self.held is None:
+            raise RanksLostError("generation.sample died on rank 0 (tp=0): its pool has ended", "gone")
         return self._ranks.sampled(prompts, self._table)
 
 

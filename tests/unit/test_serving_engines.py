@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
-from hybridengine.errors import CheckpointError, RequestError
+from hybridengine.errors import CheckpointError, ConfigError, RequestError
 from hybridengine.serving.fair_lock import FairLock
 from hybridengine.serving.ranks import Prompt
 from hybridengine.serving.room import Room
 from tests.unit.serving_ranks import TableEngines, TableRanks
-from tests.unit.test_serving_restarts import lost, unforeseen
+from tests.unit.test_serving_restarts import ended, lost, unforeseen
 from tests.unit.test_serving_room import (
     Rooms,
     answer,
@@ -140,20 +140,67 @@ def test_weights_that_only_engines_hold_are_sampled(rooms: Rooms) -> None:
         answer(room, room.submit(first, 2, "sample", prompt()))
 
 
+SCORED = json.dumps({
+    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [2, 3]}]},
+    "sampling_params": {"max_tokens": 1, "temperature": 0.0},
+    "prompt_logprobs": True,
+}).encode()  # fmt: skip
+
+
 def test_prompts_that_ask_for_log_probs_are_drawn_in_place(rooms: Rooms) -> None:
     ranks, _ = ranks_with_engines()
-    room = rooms.start(ranks)
+    room = rooms.start(ranks, quiet_s=0.3)
     sampling = sampler(room, begin(room), 1)
-    scored = json.dumps({
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [2, 3]}]},
-        "sampling_params": {"max_tokens": 1, "temperature": 0.0},
-        "prompt_logprobs": True,
-    }).encode()  # fmt: skip
-    for number in (0, 1):
-        plain = room.submit(sampling, 2 * number, "sample", prompt())
-        assert answer(room, plain)
-        assert answer(room, room.submit(sampling, 2 * number + 1, "sample", scored))
-    assert ranks.calls == ["begin_model", "push live", "draw 1", "sample 1 live", "draw 1", "sample 1 live"]
+    for number in (0, 2):
+        both = [
+            room.submit(sampling, number, "sample", SCORED),
+            room.submit(sampling, number + 1, "sample", prompt()),
+        ]
+        for each in both:
+            assert answer(room, each)
+    assert ranks.calls == ["begin_model", "sample 1 live", "push live", "draw 1", "sample 1 live", "draw 1"]
+
+
+def test_ranks_that_are_lost_in_place_are_started_again_once(rooms: Rooms) -> None:
+    """New engines hold no weights: what was to be drawn with those of before waits for another push."""
+    ranks, _ = ranks_with_engines()
+    room = rooms.start(ranks, quiet_s=0.5, max_restarts=1)
+    sampling = sampler(room, begin(room), 1)
+    ranks.errors["sample 1 live"] = [lost()]
+    both = [room.submit(sampling, 0, "sample", prompt()), room.submit(sampling, 1, "sample", SCORED)]
+    for each in both:
+        assert answer(room, each)
+    assert ranks.calls.count("restart") == 1
+    assert ranks.calls.count("draw 1") == 1
+
+
+def test_the_newest_weights_are_pushed_once(rooms: Rooms) -> None:
+    ranks, _ = ranks_with_engines()
+    room = rooms.start(ranks, newest=True)
+    model = begin(room)
+    old = sampler(room, model, 1)
+    train(room, model, 2)
+    for number in range(3):
+        assert answer(room, room.submit(old, number, "sample", prompt()))
+    assert ranks.calls[-4:] == ["push live", "draw 1", "draw 1", "draw 1"]
+
+
+def test_a_room_that_has_failed_starts_no_ranks_for_a_draw(rooms: Rooms) -> None:
+    ranks, engines = ranks_with_engines()
+    room = rooms.start(ranks, max_restarts=5)
+    end = ended(room)
+    model = begin(room)
+    sampling = sampler(room, model, 1)
+    engines.free.clear()
+    room.submit(sampling, 0, "sample", prompt())
+    until(lambda: ranks.asked[-1] == "draw 1")
+    ranks.errors = {"forward_backward": [lost()], "restart": [ConfigError("no node")], "draw 1": [lost(2)]}
+    room.submit(model, 2, "forward_backward", passing())
+    assert end.wait(10)
+    threading.Timer(0.3, engines.free.set).start()
+    room.close()
+    assert ranks.calls[-1] == "draw 1"  # which the room has waited for
+    assert ranks.calls.count("restart") == 1
 
 
 def test_those_who_came_first_are_drawn_first(rooms: Rooms) -> None:
