@@ -57,7 +57,7 @@ def source_of(
             f"sampler {sampler.id} holds weights of {sampler.checkpoint} that have been deleted or have expired;"
             " create a sampling client from another checkpoint"
         )
-    if sampler.model_id == held and name == _name(store.get(Model, held)):
+    if sampler.model_id == held and name == _name(store.get(Model, sampler.model_id)):
         return Source("live", name)
     if saved is not None:
         return Source(saved, name)
