@@ -72,7 +72,7 @@ class Sampling:
         self._parts: list[Sequence[str]] = []
         """Requests that are carried out next, those of each part apart from the others."""
         self._starts = 0
-        """Starts of the ranks when the present part was begun."""
+        """Number of times that the ranks had been started again when the present part was begun."""
 
     def carry_out(self, request_ids: Sequence[str]) -> None:
         """Carry requests out, or put them back among those that wait."""
@@ -85,6 +85,7 @@ class Sampling:
             prompts = self._held(asked)
             if prompts is None:
                 with self._actor:
+                    self._starts = self._restarts.starts
                     prompts = self._prepared(asked)
             if prompts and self._engines is not None:
                 self._draw(prompts, self._engines.sample, self._actor)
