@@ -1,10 +1,11 @@
 """Exact match after asynchronous GRPO at several bounds on staleness, with and without a correction, over several seeds.
 
-    .venv/bin/python scripts/staleness_table.py                      35 runs, about two hours on two cores
+    .venv/bin/python scripts/staleness_table.py                      35 runs, less than an hour on two cores
     .venv/bin/python scripts/staleness_table.py --seeds 2 --steps 8  a first look
 
-All runs begin with the same weights, those after the supervised warm-up of configs/async-grpo.yaml. Runs that have ended
-are not repeated: the same command continues after an interruption.
+The task is that of configs/async-grpo.yaml on one trainer and one engine, with small steps, so that the policy still
+changes while tokens are old. All runs begin with the same weights, those after the supervised warm-up. Runs that have
+ended are not repeated: the same command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -24,6 +25,18 @@ from hybridengine.report.step_rows import Row, latest_rows, read_rows
 
 CONFIG = Path("configs/async-grpo.yaml")
 ETAS = (0, 1, 4, 8)
+NUM_EVALS = 4
+"""Evaluations of each run after the first."""
+SETTING = (
+    "cluster.ranks_per_node=[1]",
+    "cluster.pools.engines.ranks_per_node=[1]",
+    "actor.parallel=1-1-1",
+    "reference.parallel=1-1-1",
+    "actor.ppo_epochs=1",
+    "actor.optimizer.lr=1e-5",
+    "data.batch_size=16",
+    "data.task.eval_rows=768",
+)
 CORRECTIONS = {"none": "algorithm.correction=null", "token_tis": "algorithm.correction.name=token_tis"}
 
 
@@ -31,14 +44,14 @@ def main() -> None:
     arguments = parse()
     console, folder = Console(), Path(arguments.folder)
     seeds = range(1, arguments.seeds + 1)
-    warm = finished(folder, "warm", "run.steps=1", "actor.optimizer.lr=1e-12", "data.batch_size=8")
+    warm = finished(folder, "warm", "run.steps=1", "actor.optimizer.lr=1e-12")
     start = [
         f"model.path={warm / 'final'}",
         "model.build=null",
         "warmup=null",
         f"run.steps={arguments.steps}",
     ]
-    start.append(f"run.eval_every={arguments.steps}")
+    start.append(f"run.eval_every={arguments.steps // NUM_EVALS}")
     found: dict[tuple[int, str], list[list[Row]]] = {}
     for seed in seeds:
         for eta, correction in cells():
@@ -46,10 +59,8 @@ def main() -> None:
             overrides = [f"run.seed={seed}", f"staleness.max_versions={eta}", CORRECTIONS[correction]]
             rows = latest_rows(read_rows(finished(folder, name, *start, *overrides)))
             found.setdefault((eta, correction), []).append(rows)
-            console.print(
-                f"{name}: {number(rows[0], keys.EXACT_MATCH):.1%} -> {number(rows[-1], keys.EXACT_MATCH):.1%}"
-            )
-    console.print(table(found, arguments.steps))
+            console.print(f"{name}: {' '.join(f'{value:.1%}' for value in evals(rows).values())}")
+    console.print(table(found))
 
 
 def parse() -> argparse.Namespace:
@@ -57,7 +68,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=between(2, 100), default=5, help="number of seeds (5)")
-    parser.add_argument("--steps", type=between(1, 10_000), default=20, help="iterations of each run (20)")
+    parser.add_argument("--steps", type=between(NUM_EVALS, 10_000), default=24, help="iterations (24)")
     parser.add_argument("--folder", default="runs/staleness", help="folder of the runs (runs/staleness)")
     return parser.parse_args()
 
@@ -79,32 +90,44 @@ def finished(folder: Path, name: str, *overrides: str) -> Path:
             str(CONFIG),
             f"run.folder={folder}",
         ]
-        options = [f"run.name={name}", "run.live=false", "checkpoint.every=0", "resume=never", *overrides]
-        ended = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+        options = [f"run.name={name}", "run.live=false", "checkpoint.every=0", "resume=never"]
+        ended = subprocess.run(
+            [*command, *options, *SETTING, *overrides], capture_output=True, text=True, check=False
+        )
         if ended.returncode:
             raise SystemExit(f"{name} failed with status {ended.returncode}:\n{ended.stdout}{ended.stderr}")
     return run
 
 
-def number(row: Row, key: str) -> float:
-    return float(row[key] or 0)
+def evals(rows: list[Row]) -> dict[int, float]:
+    """Return the exact match after each iteration at which it was measured."""
+    return {
+        int(row[keys.STEP]): float(row[keys.EXACT_MATCH])
+        for row in rows
+        if row.get(keys.EXACT_MATCH) is not None
+    }
 
 
-def table(found: dict[tuple[int, str], list[list[Row]]], steps: int) -> Table:
+def table(found: dict[tuple[int, str], list[list[Row]]]) -> Table:
     """Return mean and standard deviation over the seeds."""
-    result = Table(title=f"{steps} iterations, mean and standard deviation over seeds")
-    for title in ("eta", "correction", "exact match before", "after", "mean age", "older than eta"):
-        result.add_column(title)
+    runs = next(iter(found.values()))
+    steps = [*evals(runs[0])]
+    result = Table(
+        title=f"exact match after so many iterations, mean ± standard deviation of {len(runs)} seeds"
+    )
+    for title in ("eta", "correction", *map(str, steps), "mean age", "largest", "outside bound"):
+        result.add_column(title, no_wrap=True)
     for (eta, correction), runs in found.items():
-        after = [number(rows[-1], keys.EXACT_MATCH) for rows in runs]
+        values = [[evals(rows)[step] for rows in runs] for step in steps]
         trained = [row for rows in runs for row in rows[1:]]
+        ages = [float(row["staleness/age_mean"] or 0) for row in trained]
         result.add_row(
             str(eta),
             correction,
-            f"{mean(number(rows[0], keys.EXACT_MATCH) for rows in runs):.1%}",
-            f"{mean(after):.1%} ± {stdev(after):.1%}",
-            f"{mean(number(row, 'staleness/age_mean') for row in trained):.2f}",
-            f"{mean(number(row, 'staleness/older_share') for row in trained):.1%}",
+            *(f"{mean(one):.1%} ± {stdev(one):.1%}" for one in values),
+            f"{mean(ages):.1f}",
+            f"{max(ages):.1f}",
+            f"{mean(float(row['staleness/older_share'] or 0) for row in trained):.1%}",
         )
     return result
 

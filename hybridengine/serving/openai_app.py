@@ -25,7 +25,7 @@ from hybridengine.serving.openai_texts import ArgumentError, Texts, Tokenizer
 from hybridengine.serving.openai_wire import ChatRequest, CompletionRequest, GenerateRequest, read
 from hybridengine.serving.ranks import Prompt
 from hybridengine.serving.room import Room
-from hybridengine.serving.store import Request
+from hybridengine.serving.store import QUEUED, Request
 
 WAIT_S = 600.0
 """Longest wait of a call, in seconds: the default of the `openai` client."""
@@ -116,6 +116,8 @@ async def _draw(room: Room, prompts: Sequence[Prompt], wait_s: float, call: Call
     _check_running(room)
     responses = []
     for request in await run_in_threadpool(results):
+        if request.state == QUEUED:
+            raise HTTPException(503, "the server ends; send the call again once it has been started again")
         if request.result is None:
             user = request.category == "user"
             raise RequestError(request.error) if user else HTTPException(500, str(request.error))

@@ -21,14 +21,15 @@ class Results:
         self._futures: dict[str, Future[None]] = {}
         self.given_up = False
         """True if no more results are stored."""
+        self._releases = False
 
     def done(self, request_id: str) -> Future[None]:
-        """Return a future that completes when the request is done, has failed, or is given up.
+        """Return a future that completes when the request is done, has failed, or is released.
 
         Raises RequestError if the request is unknown.
         """
         with self._lock:
-            if self._store.get(Request, request_id).state == QUEUED and not self.given_up:
+            if self._store.get(Request, request_id).state == QUEUED and not self._releases:
                 return self._futures.setdefault(request_id, Future())
         future: Future[None] = Future()
         future.set_result(None)
@@ -45,8 +46,13 @@ class Results:
 
     def give_up(self) -> None:
         """Complete all futures: no more results will come, and none is stored."""
+        self.given_up = True
+        self.release()
+
+    def release(self) -> None:
+        """Complete all futures from now on, also those of requests that wait: the server ends."""
         with self._lock:
-            self.given_up = True
+            self._releases = True
         self.announce([*self._futures])
 
     def announce(self, request_ids: Iterable[str]) -> None:

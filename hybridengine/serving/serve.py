@@ -9,7 +9,6 @@ import threading
 import time
 from pathlib import Path
 
-import uvicorn
 from rich.console import Console
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -24,6 +23,7 @@ from hybridengine.files import writing
 from hybridengine.models.checkpoint_files import copy_companions
 from hybridengine.serving.call_file import CallFile
 from hybridengine.serving.engine_ranks import EngineRanks
+from hybridengine.serving.http_server import HttpServer
 from hybridengine.serving.lease import leased
 from hybridengine.serving.rank_groups import RankGroups
 from hybridengine.serving.ranks import ModelFacts
@@ -34,8 +34,6 @@ from hybridengine.training.dry_run import cost_of, layout_lines
 from hybridengine.training.files import keep_config, stop_token_ids, vocabulary_problems
 from hybridengine.training.run import local_problems
 
-CLOSING_S = 5
-"""Seconds that calls in progress may take when the server ends; a client sends them again."""
 ANSWERING_S = 10.0
 """Seconds for which a server that ends by itself answers why."""
 
@@ -95,15 +93,7 @@ def serve(config: RunConfig) -> None:
         say(
             f"or OPENAI_BASE_URL=http://{section.host}:{section.port}/v1 OPENAI_API_KEY={_shown(section, key)}"
         )
-        server = uvicorn.Server(
-            uvicorn.Config(
-                create_app(room, key, tokenizer=tokenizer),
-                host=section.host,
-                port=section.port,
-                log_level="warning",
-                timeout_graceful_shutdown=CLOSING_S,
-            )
-        )
+        server = HttpServer(room, create_app(room, key, tokenizer=tokenizer), section.host, section.port)
         room.at_failure = threading.Timer(ANSWERING_S, setattr, (server, "should_exit", True)).start
         if room.failure is None:
             server.run([bound])

@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
+from hybridengine.serving import http_server
 from hybridengine.serving.ranks import Ranks
 from hybridengine.serving.room import Limits, Room
 from hybridengine.serving.store import Store
@@ -35,9 +34,7 @@ class HttpServer:
             ranks, self.store, folder / "checkpoints", Limits(quiet_s=quiet_s, collect_s=collect_s)
         )
         app = create_app(self.room, KEY, **options)
-        self._server = uvicorn.Server(
-            uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1)
-        )
+        self._server = http_server.HttpServer(self.room, app, "127.0.0.1", port)
         self._thread = threading.Thread(target=self._server.run)
         self._thread.start()
         while not self._server.started:

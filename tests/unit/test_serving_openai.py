@@ -393,3 +393,21 @@ def test_a_long_wait_ends(tmp_path: Path) -> None:
     assert (caught.value.status_code, caught.value.type) == (504, "server_error")
     server.ranks.free.set()
     server.stop()
+
+
+def test_a_call_that_waits_when_the_server_ends_is_told_so(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.ranks.free.clear()
+    with ThreadPoolExecutor(2) as threads:
+        call = threads.submit(server.client.completions.create, model="tiny", prompt="a")
+        while not server.room.results._futures:
+            time.sleep(0.01)
+        stopped = threads.submit(HttpServer.stop, server)
+        with pytest.raises(
+            openai.InternalServerError, match="the server ends; send the call again"
+        ) as caught:
+            call.result(4)
+        server.ranks.free.set()
+        stopped.result(10)
+    assert caught.value.status_code == 503
+    server.client.close()

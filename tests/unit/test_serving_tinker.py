@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -403,6 +404,25 @@ def test_a_wait_for_a_result_ends_with_try_again(tmp_path: Path, ranks: TableRan
         ranks.free.set()
         assert passed.result().metrics
     server.stop()
+
+
+def test_those_who_wait_are_told_to_try_again_when_the_server_ends(
+    tmp_path: Path, ranks: TableRanks, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Server(tmp_path, ranks)
+    session = server.room.create_session({})
+    ranks.free.clear()
+    key = post(server, "create_model", {"session_id": session, "model_seq_id": 0, "base_model": "tiny"})[
+        "request_id"
+    ]
+    with ThreadPoolExecutor(2) as threads:
+        answer = threads.submit(post, server, "retrieve_future", {"request_id": key})
+        wait_for(lambda: key in server.room.results._futures)
+        stopped = threads.submit(server.stop)
+        assert answer.result(4)["type"] == "try_again"
+        ranks.free.set()
+        stopped.result(10)
+    assert caplog.records == []
 
 
 def test_a_model_that_waits_for_the_ranks_says_for_whom(tmp_path: Path, ranks: TableRanks) -> None:
