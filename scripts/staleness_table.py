@@ -101,11 +101,8 @@ def finished(folder: Path, name: str, *overrides: str) -> Path:
 
 def evals(rows: list[Row]) -> dict[int, float]:
     """Return the exact match after each iteration at which it was measured."""
-    return {
-        int(row[keys.STEP]): float(row[keys.EXACT_MATCH])
-        for row in rows
-        if row.get(keys.EXACT_MATCH) is not None
-    }
+    measured = ((row[keys.STEP], row.get(keys.EXACT_MATCH)) for row in rows)
+    return {int(step or 0): float(value) for step, value in measured if value is not None}
 
 
 def table(found: dict[tuple[int, str], list[list[Row]]]) -> Table:
