@@ -118,4 +118,10 @@ WORKERS = {
     "generation": "emulated_workers.PacedGeneration",
     "reference": "emulated_workers.PacedReference",
 }
+"""Import path of each role's worker that takes emulated time, as ranks see it."""
 """Import path of each role's worker, as ranks see it."""
+PINNED_WORKERS = {
+    "actor": "emulated_workers.PinnedActor",
+    "generation": "emulated_workers.PinnedGeneration",
+}
+"""The same of workers that have a core for themselves instead."""

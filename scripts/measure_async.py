@@ -3,11 +3,14 @@
     .venv/bin/python scripts/measure_async.py                    all runs, about 20 minutes on two cores
     .venv/bin/python scripts/measure_async.py --steps 12         sooner done, less accurate
     .venv/bin/python scripts/measure_async.py --push             only the pause for new weights, by size of the model
+    .venv/bin/python scripts/measure_async.py --pinned here.yaml  no emulated time: a core for each of two ranks
 
 The runs are real: Ray, Megatron-core and vLLM with a tiny model, on 4 ranks; synchronous runs train and generate on all
 of them, asynchronous ones train on two and generate with two engines. Only a GPU's time is emulated: ranks sleep until
 an engine step, a forward pass or an update has taken the time that the planner predicts (scripts/emulated_time.py).
 The simulator gets the same times, this machine's links, and the time between two calls of an engine in the first run.
+With --pinned, all time is real: the synchronous run has two ranks, and asynchronous ones a trainer and an engine, on a
+core each. The simulator then gets what `hybridengine calibrate --ranks 2 --out here.yaml` has written, and nothing else.
 Responses have lognormal lengths of coefficient of variation 0.8, the same in all runs. Shares, ages and speeds are those
 of the steady state: without the first steps, and without the last ones, for which no more prompts are begun.
 
@@ -37,6 +40,7 @@ from hybridengine.bench.calibration.machine_rates import measured_cluster
 from hybridengine.cli.main import main as hybridengine
 from hybridengine.cli.options import between
 from hybridengine.config import RunConfig, load_config
+from hybridengine.errors import ConfigError
 from hybridengine.formatting import aligned, format_bytes, format_seconds
 from hybridengine.planning.costs.clusters import Cluster, load_cluster
 from hybridengine.report import keys
@@ -83,6 +87,24 @@ ASYNCHRONOUS: dict[str, Any] = {
     "actor": {"parallel": "1-1-2"},
     "generation": {"steps_per_call": 8},
     "algorithm": {"name": "async_grpo", "correction": {"name": "token_tis"}},
+}
+PINNED: dict[str, Any] = {
+    "cluster": {"ranks_per_node": [2]},
+    "model": {
+        "build": {
+            "num_layers": 4,
+            "hidden_size": 256,
+            "ffn_hidden_size": 704,
+            "num_heads": 8,
+            "num_kv_heads": 4,
+        }
+    },
+    "actor": {"parallel": "1-1-2"},
+}
+"""Sections of the synchronous run on two ranks with a core each."""
+PINNED_ASYNCHRONOUS: dict[str, Any] = {
+    "cluster": {"ranks_per_node": [1], "pools": {"engines": {"ranks_per_node": [1]}}},
+    "actor": {"parallel": "1-1-1"},
 }
 BOUNDS = (("token", 2), ("response", 1), ("token", 0))
 """Bounds of the asynchronous runs: kind, and largest age in versions. The first lets engines work all the time."""
@@ -221,18 +243,21 @@ def machine(folder: Path) -> Cluster:
     return load_cluster(folder / MACHINE)
 
 
-def compare(folder: Path, steps: int) -> None:
-    """Carry out all runs with emulated time, and print what was measured and simulated."""
-    launch.WORKERS |= emulated_time.WORKERS
-    links, cluster = machine(folder), folder / "emulated.yaml"
+def compare(folder: Path, steps: int, pinned: Cluster | None) -> None:
+    """Carry out all runs with emulated time, or on pinned cores, and print what was measured and simulated."""
+    launch.WORKERS |= emulated_time.PINNED_WORKERS if pinned else emulated_time.WORKERS
+    name = "pinned-" if pinned else ""
+    both, other = ([PINNED], [PINNED_ASYNCHRONOUS]) if pinned else ([], [])
+    cluster = folder / f"{name}cluster.yaml"
     fewer = max(8, steps // 2)  # of slow steps
-    synchronous = train(folder, "synchronous", fewer)
+    synchronous = train(folder, f"{name}synchronous", fewer, *both)
     ratios = [["over synchronous", "measured", "simulated", "measured, without older tokens"]]
     for bound, eta in BOUNDS:
         section = {"staleness": {"bound": bound, "max_versions": eta}}
-        run = train(folder, f"{bound}-{eta}", steps if eta else fewer, ASYNCHRONOUS, section)
+        sections = *both, ASYNCHRONOUS, *other, section
+        run = train(folder, f"{name}{bound}-{eta}", steps if eta else fewer, *sections)
         if len(ratios) == 1:
-            written(emulated_time.emulated_cluster(links, call_seconds(run)), cluster)
+            written(pinned or emulated_time.emulated_cluster(machine(folder), call_seconds(run)), cluster)
         found = simulated(run, cluster, emulated_time.LENGTHS)
         heading = [f"{bound}, eta = {eta}", "measured", "simulated", "difference"]
         print("\n".join(aligned([heading, *comparison(run, found)])), flush=True)
@@ -267,13 +292,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option(
         "--steps", type=between(8, 1000), default=24, metavar="N", help="iterations of an asynchronous run"
     )
-    option(
-        "--push", action="store_true", help="measure the pause for new weights by size of the model instead"
+    instead = parser.add_mutually_exclusive_group().add_argument
+    instead("--push", action="store_true", help="only the pause for new weights, by size of the model")
+    instead(
+        "--pinned",
+        type=Path,
+        metavar="FILE",
+        help="a core for each rank, and no emulated time; FILE is that of `hybridengine calibrate --ranks 2`",
     )
     options = parser.parse_args(arguments)
+    try:
+        pinned = load_cluster(options.pinned) if options.pinned else None
+    except ConfigError as error:
+        parser.error(str(error))
     options.folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("RAY_worker_niceness", "0")  # by default, all other work on the machine comes first
-    (compare_pushes if options.push else compare)(options.folder, options.steps)
+    if options.push:
+        compare_pushes(options.folder, options.steps)
+    else:
+        compare(options.folder, options.steps, pinned)
     return 0
 
 
