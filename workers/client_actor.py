@@ -19,7 +19,7 @@ from hybridengine.backends.megatron.outputs import vocab_parallel_log_probs
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.backends.policy import MicroBatch
 from hybridengine.config import RunConfig
-from hybridengine.config.sections import OptimizerSection
+from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.rows.batch import columns_of
 from hybridengine.rows.micro_batches import CLIENT_COLUMNS, cut_whole_rows, gather_rows
 from hybridengine.rows.protocols import (

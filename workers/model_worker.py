@@ -23,7 +23,7 @@ from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTraine
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
 from hybridengine.config import RunConfig
-from hybridengine.config.sections import TrainedSection
+from hybridengine.config.role_sections import TrainedSection
 from hybridengine.errors import CheckpointError, DataError, ProtocolError
 from hybridengine.models.shapes import ModelShape
 from hybridengine.rows.micro_batches import cut_rows, draw_mini_batches, gather_rows

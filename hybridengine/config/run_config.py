@@ -9,19 +9,17 @@ from pydantic import Field
 
 from hybridengine.config.algorithm import ChosenAlgorithm, Role
 from hybridengine.config.reward_sections import RewardSection, scorer_key
+from hybridengine.config.role_sections import ActorSection, CriticSection, ReferenceSection
 from hybridengine.config.sections import (
     MAIN_POOL,
-    ActorSection,
     CheckpointSection,
     ClusterSection,
-    CriticSection,
     DataSection,
     FaultSection,
     GenerationSection,
     GuardSection,
     ModelSection,
     PoolSection,
-    ReferenceSection,
     RolloutSection,
     RunSection,
     ServeSection,

@@ -20,7 +20,7 @@ from hybridengine.backends.engine import SamplingSettings
 from hybridengine.checkpoints.digests import check_files
 from hybridengine.checkpoints.folders import FileList, read_kept
 from hybridengine.checkpoints.making import ROLE_FILES
-from hybridengine.config.sections import OptimizerSection
+from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.controller.calls import Future
 from hybridengine.controller.failures import is_passing
 from hybridengine.controller.worker_group import WorkerGroup

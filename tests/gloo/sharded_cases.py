@@ -17,7 +17,7 @@ from hybridengine.algorithms.across import Across
 from hybridengine.algorithms.losses.aggregation import Aggregation, SummedLoss
 from hybridengine.algorithms.masking import over_tokens
 from hybridengine.config import RunConfig
-from hybridengine.config.sections import ActorSection
+from hybridengine.config.role_sections import ActorSection
 from hybridengine.drivers.advantages import counted_rows
 from hybridengine.drivers.grpo import Grpo
 

@@ -17,7 +17,7 @@ from hybridengine.algorithms.losses.dpo import dpo_loss
 from hybridengine.algorithms.losses.policy import entropy_bonus, kl_loss, policy_loss
 from hybridengine.algorithms.losses.value import value_loss
 from hybridengine.config import RunConfig
-from hybridengine.config.sections import TrainedSection
+from hybridengine.config.role_sections import TrainedSection
 from hybridengine.drivers.online_dpo import OnlineDpo
 
 

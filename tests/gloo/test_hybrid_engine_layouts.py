@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hybridengine.backends.megatron.trainer import MegatronTrainer
-from hybridengine.config.sections import OptimizerSection
+from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.errors import StorageError
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 from hybridengine.topology.grid import Grid, RankOrder

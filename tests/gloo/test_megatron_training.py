@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hybridengine.backends.megatron.weights import load_weights, save_weights
-from hybridengine.config.sections import OptimizerSection
+from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import TrainSizes

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from hybridengine.backends.megatron.weights import load_weights, save_weights
-from hybridengine.config.sections import OptimizerSection
+from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.errors import DataError, StorageError
 from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid

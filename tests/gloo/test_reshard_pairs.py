@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from hybridengine.backends.megatron.trainer import MegatronTrainer
-from hybridengine.config.sections import OptimizerSection
+from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 from hybridengine.reshard.compiler import DIRECT_ELEMENTS
 from hybridengine.topology.generation import Grouping

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hybridengine.algorithms.across import ONE_PROCESS
 from hybridengine.algorithms.kl import KL_ESTIMATORS
 from hybridengine.config.algorithm import ALGORITHMS, CorrectionName, algorithm_class
+from hybridengine.config.role_sections import LossAggregation
 from hybridengine.config.run_config import TRAINED
-from hybridengine.config.sections import LossAggregation
 from tests.gloo import sharded_cases as cases
 from tests.gloo import sharded_ranks as on_ranks
 from tests.gloo.ranks import RankLauncher

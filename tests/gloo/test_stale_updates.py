@@ -14,7 +14,8 @@ import torch
 from tensordict import TensorDict
 
 from hybridengine.config import RunConfig
-from hybridengine.config.sections import ActorSection, StalenessSection
+from hybridengine.config.role_sections import ActorSection
+from hybridengine.config.sections import StalenessSection
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.errors import StalenessError
 from hybridengine.rows.protocols import registered

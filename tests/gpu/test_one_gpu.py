@@ -21,7 +21,7 @@ from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.backends.vllm import environment
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
-from hybridengine.config.sections import OptimizerSection
+from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.compiler import compile_plan
 from hybridengine.topology.generation import GenerationGrid

@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridengine.algorithms.losses.aggregation import Aggregation, SummedLoss
 from hybridengine.algorithms.losses.policy import clipped_loss
 from hybridengine.algorithms.masking import response_mask
-from hybridengine.config.sections import ActorSection
+from hybridengine.config.role_sections import ActorSection
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.importing import import_object

@@ -14,8 +14,7 @@ from hybridengine.serving.fair_lock import FairLock
 from hybridengine.serving.ranks import Prompt
 from hybridengine.serving.room import Room
 from tests.unit.serving_ranks import TableEngines, TableRanks
-from tests.unit.test_serving_restarts import ended, lost, unforeseen
-from tests.unit.test_serving_room import (
+from tests.unit.serving_rooms import (
     Rooms,
     answer,
     begin,
@@ -27,6 +26,7 @@ from tests.unit.test_serving_room import (
     save,
     step,
 )
+from tests.unit.test_serving_restarts import ended, lost, unforeseen
 
 __all__ = ["rooms"]
 

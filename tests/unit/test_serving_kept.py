@@ -14,7 +14,7 @@ from hybridengine.errors import RanksLostError, RequestError
 from hybridengine.serving.room import Room
 from hybridengine.serving.store import KEPT, ClientSession
 from tests.unit.serving_ranks import TableRanks
-from tests.unit.test_serving_room import Rooms, answer, begin, passing, prompt, rooms, sampler, save, step
+from tests.unit.serving_rooms import Rooms, answer, begin, passing, prompt, rooms, sampler, save, step
 
 __all__ = ["rooms"]
 

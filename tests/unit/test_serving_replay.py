@@ -13,7 +13,7 @@ from hybridengine.errors import RanksLostError, RequestError
 from hybridengine.serving.room import Room
 from hybridengine.serving.store import Model
 from tests.unit.serving_ranks import TableRanks
-from tests.unit.test_serving_room import Rooms, answer, begin, passing, rooms, save, step
+from tests.unit.serving_rooms import Rooms, answer, begin, passing, rooms, save, step
 
 __all__ = ["rooms"]
 

@@ -11,7 +11,7 @@ from hybridengine.serving.ranks import Prompt
 from hybridengine.serving.room import Room
 from hybridengine.serving.store import Request
 from tests.unit.serving_ranks import TableRanks
-from tests.unit.test_serving_room import (
+from tests.unit.serving_rooms import (
     Rooms,
     answer,
     begin,

@@ -5,124 +5,28 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from sqlalchemy import select
-from tinker import types
-from tinker.proto import tinker_public_pb2 as pb
 
 from hybridengine.errors import HybridEngineError, RequestError
-from hybridengine.serving.ranks import Prompt, Ranks
-from hybridengine.serving.room import Limits, Room
-from hybridengine.serving.store import Checkpoint, ClientSession, Model, Request, Store
+from hybridengine.serving.store import Checkpoint, ClientSession, Model, Request
 from tests.unit.serving_ranks import TableRanks
+from tests.unit.serving_rooms import (
+    Rooms,
+    answer,
+    begin,
+    creation,
+    passing,
+    prompt,
+    rooms,
+    sampler,
+    save,
+    step,
+)
 
-
-class Rooms:
-    """Rooms on one database and one folder, one after the other."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.store = Store(f"sqlite:///{folder}/server.db")
-        self.room: Room | None = None
-
-    def start(
-        self,
-        ranks: Ranks,
-        *,
-        kept_steps: int = 0,
-        newest: bool = False,
-        max_restarts: int = 0,
-        **limits: float,
-    ) -> Room:
-        self.stop()
-        self.room = Room(
-            ranks,
-            self.store,
-            self.folder,
-            Limits(**{"quiet_s": 0.01} | limits),
-            kept_steps=kept_steps,
-            newest=newest,
-            max_restarts=max_restarts,
-        )
-        self.room.start()
-        return self.room
-
-    def stop(self) -> None:
-        if self.room is not None:
-            self.room.close()
-            self.room = None
-
-
-@pytest.fixture
-def rooms(tmp_path: Path) -> Iterator[Rooms]:
-    rooms = Rooms(tmp_path)
-    yield rooms
-    rooms.stop()
-    rooms.store.close()
-
-
-def begin(room: Room, number: int = 0, session: str | None = None) -> str:
-    """Create a model and return its id."""
-    return answer(room, room.create_model(*creation(room, number, session)))["model_id"]
-
-
-def creation(
-    room: Room, number: int = 0, session: str | None = None
-) -> tuple[types.CreateModelRequest, bytes]:
-    """Return a request for a model, and its body."""
-    session = session or room.create_session({})
-    message = types.CreateModelRequest(session_id=session, model_seq_id=number, base_model="tiny")
-    return message, message.model_dump_json().encode()
-
-
-def answer(room: Room, request_id: str) -> dict[str, Any]:
-    """Return the JSON result of a request, or raise its error."""
-    room.results.done(request_id).result(10)
-    request = room.store.get(Request, request_id)
-    if request.error is not None:
-        raise RequestError(request.error)
-    assert request.result is not None
-    return json.loads(request.result) if request.result.startswith(b"{") else {"bytes": request.result}
-
-
-def passing(target: int = 3, forward_only: bool = False) -> bytes:
-    message = pb.ForwardBackwardRequest(loss_fn="cross_entropy", forward_only=forward_only)
-    row = message.data.add()
-    row.model_input.add().encoded_text.tokens = np.array([2], np.int32).tobytes()
-    row.loss_fn_inputs["target_tokens"].CopyFrom(
-        pb.Tensor(dtype=pb.DTYPE_INT64, dense=np.array([target]).tobytes())
-    )
-    row.loss_fn_inputs["weights"].CopyFrom(
-        pb.Tensor(dtype=pb.DTYPE_FLOAT32, dense=np.ones(1, np.float32).tobytes())
-    )
-    return message.SerializeToString()
-
-
-def step(model: str, rate: float = 1.0) -> bytes:
-    return json.dumps({"model_id": model, "adam_params": {"learning_rate": rate}}).encode()
-
-
-def save(model: str, **fields: object) -> bytes:
-    return json.dumps({"model_id": model} | fields).encode()
-
-
-def prompt(**params: object) -> bytes:
-    return json.dumps(
-        {
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [2]}]},
-            "sampling_params": {"max_tokens": 1, "temperature": 0.0} | params,
-        }
-    ).encode()
-
-
-def sampler(room: Room, model: str, seq_id: int, number: int = 0, kind: str = "snapshot") -> str:
-    body = save(model, sampling_session_seq_id=number, kind=kind)
-    return answer(room, room.submit(model, seq_id, "save_weights_for_sampler", body))["sampling_session_id"]
+__all__ = ["rooms"]
 
 
 def test_requests_are_carried_out_by_seq_id(rooms: Rooms) -> None:
@@ -241,135 +145,6 @@ def test_a_client_without_heartbeats_loses_the_ranks(rooms: Rooms) -> None:
     room.finish(second.partition(":")[0])
     with pytest.raises(RequestError, match="has ended; create another ServiceClient"):
         room.heartbeat(second.partition(":")[0])
-
-
-def test_samplers_that_move_with_the_model(rooms: Rooms) -> None:
-    ranks = TableRanks()
-    room = rooms.start(ranks)
-    model = begin(room)
-    inflight = sampler(room, model, 1, 0, "inflight")
-    snapshot = sampler(room, model, 2, 1)
-    room.submit(model, 3, "forward_backward", passing())
-    answer(room, room.submit(model, 4, "optim_step", step(model)))
-    assert answer(room, room.submit(inflight, 0, "sample", prompt()))
-    stale = room.submit(snapshot, 0, "sample", prompt())
-    with pytest.raises(
-        RequestError,
-        match="weights of step 0, which are no longer kept: the model is at step 1; save a new",
-    ):
-        answer(room, stale)
-    room = rooms.start(TableRanks(), newest=True)
-    assert answer(room, room.submit(snapshot, 1, "sample", prompt()))
-
-
-def from_checkpoint(room: Room, path: str) -> str:
-    """Create a sampler from a checkpoint and return its id."""
-    message = types.CreateSamplingSessionRequest(
-        session_id=room.create_session({}), sampling_session_seq_id=0, model_path=path
-    )
-    return room.create_sampler(message)
-
-
-def test_a_sampler_of_a_deleted_checkpoint_does_not_get_its_successor(rooms: Rooms) -> None:
-    room = rooms.start(TableRanks())
-    model = begin(room)
-    path = answer(room, room.submit(model, 1, "save_weights_for_sampler", save(model, path="a")))["path"]
-    first = from_checkpoint(room, path)
-    answer(room, room.submit(model, 2, "forward_backward", passing()))
-    answer(room, room.submit(model, 3, "optim_step", step(model)))
-    drawn = answer(room, room.submit(first, 0, "sample", prompt()))
-    room.delete_checkpoint(path)
-    answer(room, room.submit(model, 4, "save_weights_for_sampler", save(model, path="a")))
-    with pytest.raises(RequestError, match=f"sampler {first} holds weights of {path} that have been deleted"):
-        answer(room, room.submit(first, 1, "sample", prompt()))
-    second = from_checkpoint(room, path)
-    assert answer(room, room.submit(second, 0, "sample", prompt())) != drawn
-
-
-def test_a_training_checkpoint_is_not_sampled(rooms: Rooms) -> None:
-    room = rooms.start(TableRanks())
-    model = begin(room)
-    path = answer(room, room.submit(model, 1, "save_weights", save(model)))["path"]
-    with pytest.raises(
-        RequestError, match=f"{path} has weights for training, .* that save_weights_for_sampler"
-    ):
-        from_checkpoint(room, path)
-
-
-def test_a_prompt_that_the_ranks_refuse_fails_alone(rooms: Rooms) -> None:
-    ranks = TableRanks()
-    room = rooms.start(ranks, quiet_s=0.5)
-    sampling = sampler(room, begin(room), 1)
-    good = room.submit(sampling, 0, "sample", prompt())
-    bad = room.submit(sampling, 1, "sample", prompt(top_p=0.5))
-    assert answer(room, good)
-    with pytest.raises(RequestError, match="top_p is not served by a table"):
-        answer(room, bad)
-    assert ranks.calls == ["begin_model", "sample 2 live", "sample 1 live", "sample 1 live"]
-
-
-def test_samples_that_arrive_with_pauses_are_drawn_together(rooms: Rooms) -> None:
-    """The third comes later than `quiet_s` after the first, but not after the second."""
-    ranks = TableRanks()
-    room = rooms.start(ranks, quiet_s=0.5, collect_s=60)
-    sampling = sampler(room, begin(room), 1)
-    requests = []
-    for number, pause_s in enumerate((0.3, 0.3, 0)):
-        requests.append(room.submit(sampling, number, "sample", prompt()))
-        time.sleep(pause_s)
-    assert answer(room, requests[0]) == answer(room, requests[1]) == answer(room, requests[2])
-    assert ranks.calls == ["begin_model", "sample 3 live"]
-
-
-def test_samples_wait_for_one_that_is_being_stored(rooms: Rooms) -> None:
-    ranks = TableRanks()
-    room = rooms.start(ranks, collect_s=60)
-    sampling = sampler(room, begin(room), 1)
-    with room.arriving():
-        first = room.submit(sampling, 0, "sample", prompt())
-        time.sleep(0.5)  # fifty times quiet_s
-        assert ranks.calls == ["begin_model"]
-        second = room.submit(sampling, 1, "sample", prompt())
-    assert answer(room, first) == answer(room, second)
-    assert ranks.calls == ["begin_model", "sample 2 live"]
-
-
-def test_prompts_without_a_session_join_the_samplers(rooms: Rooms) -> None:
-    ranks = TableRanks()
-    room = rooms.start(ranks, quiet_s=0.5)
-    own = Prompt((2,), num_samples=1, seed=0, max_tokens=1, temperature=0.0)
-    before = room.submit_prompts([own])
-    room.results.done(before[0]).result(10)
-    model = begin(room)
-    sampling = sampler(room, model, 1)
-    first = room.submit(sampling, 0, "sample", prompt())
-    twins = room.submit_prompts([own, own])
-    assert len({*twins, *before}) == 3  # none is a retry
-    assert answer(room, first) == answer(room, twins[0]) == answer(room, twins[1])
-    assert ranks.calls == ["sample 1 base", "begin_model", "sample 3 live"]
-
-
-def test_prompts_that_nobody_waits_for_are_not_carried_out(rooms: Rooms) -> None:
-    ranks = TableRanks()
-    room = rooms.start(ranks, quiet_s=0.5)
-    own = Prompt((2,), num_samples=1, seed=0, max_tokens=1)
-    withdrawn, left = room.submit_prompts([own, own])
-    room.withdraw([withdrawn], "waited too long")
-    with pytest.raises(RequestError, match="waited too long"):
-        answer(room, withdrawn)
-    room = rooms.start(ranks)
-    with pytest.raises(RequestError, match="the server restarted; send it again"):
-        answer(room, left)
-    assert ranks.calls == []
-
-
-def test_a_model_that_waits_to_begin_is_not_sampled(rooms: Rooms) -> None:
-    ranks = TableRanks()
-    room = rooms.start(ranks, quiet_s=0.5)
-    drawn = room.submit_prompts([Prompt((2,), num_samples=1, seed=0, max_tokens=1)])
-    begin(room)  # arrives while prompts are collected
-    room.results.done(drawn[0]).result(10)
-    assert ranks.calls == ["sample 1 base", "begin_model"]
 
 
 def test_a_restart_carries_out_what_was_accepted(rooms: Rooms) -> None:
@@ -520,14 +295,3 @@ def test_a_room_that_has_broken_says_so(rooms: Rooms, monkeypatch: pytest.Monkey
     assert [request.id for request in rooms.store.queued()] == [accepted]
     late = room.submit(model, 2, "optim_step", step(model))
     assert rooms.store.find(Request, late) is None
-
-
-def test_a_sampler_of_a_deleted_checkpoint_is_refused_before_the_next_step(rooms: Rooms) -> None:
-    room = rooms.start(TableRanks())
-    model = begin(room)
-    path = answer(room, room.submit(model, 1, "save_weights_for_sampler", save(model, path="a")))["path"]
-    sampling = from_checkpoint(room, path)
-    assert answer(room, room.submit(sampling, 0, "sample", prompt()))
-    room.delete_checkpoint(path)
-    with pytest.raises(RequestError, match="have been deleted"):
-        answer(room, room.submit(sampling, 1, "sample", prompt()))

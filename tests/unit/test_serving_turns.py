@@ -9,7 +9,7 @@ import pytest
 from hybridengine.errors import RequestError
 from hybridengine.serving.store import ClientSession, Model, Request
 from tests.unit.serving_ranks import TableRanks
-from tests.unit.test_serving_room import Rooms, answer, begin, creation, rooms, save
+from tests.unit.serving_rooms import Rooms, answer, begin, creation, rooms, save
 
 __all__ = ["rooms"]
 

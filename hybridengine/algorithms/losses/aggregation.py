@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hybridengine.algorithms.across import Across
 from hybridengine.algorithms.masking import check_shapes, masked_sum, zero_masked
-from hybridengine.config.sections import LossAggregation
+from hybridengine.config.role_sections import LossAggregation
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from hybridengine.algorithms.losses.aggregation import Aggregation, LossStats, SummedLoss
 from hybridengine.algorithms.masking import check_rows, check_shapes, zero_masked
-from hybridengine.config.sections import ActorSection
+from hybridengine.config.role_sections import ActorSection
 
 
 def sequence_log_probs(log_probs_BR: Tensor, mask_BR: Tensor) -> Tensor:

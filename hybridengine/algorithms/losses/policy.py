@@ -20,7 +20,7 @@ from hybridengine.algorithms.losses.ratios import (
 )
 from hybridengine.algorithms.masking import check_shapes, masked_max, masked_sum, zero_masked
 from hybridengine.config.algorithm import Algorithm
-from hybridengine.config.sections import ActorSection
+from hybridengine.config.role_sections import ActorSection
 
 
 def policy_loss(

@@ -23,7 +23,7 @@ from hybridengine.backends.megatron.model import DTYPES, build_model
 from hybridengine.backends.megatron.shim import device, device_shim
 from hybridengine.backends.megatron.step import PipelineRunner, WantedPositions
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
-from hybridengine.config.sections import OptimizerSection
+from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.errors import DataError, StorageError
 from hybridengine.families.family import NameSet
 from hybridengine.models.shapes import ModelShape

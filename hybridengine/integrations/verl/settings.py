@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hybridengine.backends.vllm.construction import EngineSettings
-from hybridengine.config.sections import OptimizerSection
+from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.errors import ConfigError, raise_all
 from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.generation import GenerationGrid

@@ -21,7 +21,7 @@ from hybridengine.backends.megatron.weights import load_weights, save_weights
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.backends.vllm.groups import SHARED_MEMORY
-from hybridengine.config.sections import OptimizerSection
+from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.errors import StorageError
 from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.compiler import compile_plan

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from hybridengine.backends.engine import SamplingSettings
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.config import RunConfig
-from hybridengine.config.sections import OptimizerSection
+from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from tests.full.engines.vllm_ranks import take_place
 from tests.full.engines.worker_ranks import Group
