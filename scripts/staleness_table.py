@@ -1,11 +1,11 @@
 """Exact match after asynchronous GRPO at several bounds on staleness, with and without a correction, over several seeds.
 
-    .venv/bin/python scripts/staleness_table.py                      35 runs, less than an hour on two cores
+    .venv/bin/python scripts/staleness_table.py                      40 runs, less than an hour on two cores
     .venv/bin/python scripts/staleness_table.py --seeds 2 --steps 8  a first look
 
 The task is that of configs/async-grpo.yaml on one trainer and one engine, with small steps, so that the policy still
-changes while tokens are old. All runs begin with the same weights, those after the supervised warm-up. Runs that have
-ended are not repeated: the same command continues after an interruption.
+changes while tokens are old; the synchronous run has the trainer alone. All runs begin with the same weights, those
+after the supervised warm-up. Runs that have ended are not repeated: the same command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -16,20 +16,16 @@ import sys
 from pathlib import Path
 from statistics import mean, stdev
 
-from rich.console import Console
-from rich.table import Table
-
 from hybridengine.cli.options import between
+from hybridengine.formatting import aligned
 from hybridengine.report import keys
 from hybridengine.report.step_rows import Row, latest_rows, read_rows
 
-CONFIG = Path("configs/async-grpo.yaml")
 ETAS = (0, 1, 4, 8)
 NUM_EVALS = 4
 """Evaluations of each run after the first."""
 SETTING = (
     "cluster.ranks_per_node=[1]",
-    "cluster.pools.engines.ranks_per_node=[1]",
     "actor.parallel=1-1-1",
     "reference.parallel=1-1-1",
     "actor.ppo_epochs=1",
@@ -37,30 +33,35 @@ SETTING = (
     "data.batch_size=16",
     "data.task.eval_rows=768",
 )
+SYNCHRONOUS = ("configs/grpo.yaml",)
+ASYNCHRONOUS = "configs/async-grpo.yaml", "cluster.pools.engines.ranks_per_node=[1]"
+"""Configuration and overrides of a run."""
 CORRECTIONS = {"none": "algorithm.correction=null", "token_tis": "algorithm.correction.name=token_tis"}
+
+Cell = tuple[str, str]
+"""Bound and correction of a line of the table."""
 
 
 def main() -> None:
     arguments = parse()
-    console, folder = Console(), Path(arguments.folder)
-    seeds = range(1, arguments.seeds + 1)
-    warm = finished(folder, "warm", "run.steps=1", "actor.optimizer.lr=1e-12")
+    folder, seeds = Path(arguments.folder), range(1, arguments.seeds + 1)
+    warm = finished(folder, "warm", *ASYNCHRONOUS, "run.steps=1", "actor.optimizer.lr=1e-12")
     start = [
         f"model.path={warm / 'final'}",
         "model.build=null",
         "warmup=null",
         f"run.steps={arguments.steps}",
+        f"run.eval_every={arguments.steps // NUM_EVALS}",
     ]
-    start.append(f"run.eval_every={arguments.steps // NUM_EVALS}")
-    found: dict[tuple[int, str], list[list[Row]]] = {}
+    found: dict[Cell, list[list[Row]]] = {}
     for seed in seeds:
-        for eta, correction in cells():
-            name = f"eta{eta}-{correction}-seed{seed}"
-            overrides = [f"run.seed={seed}", f"staleness.max_versions={eta}", CORRECTIONS[correction]]
-            rows = latest_rows(read_rows(finished(folder, name, *start, *overrides)))
-            found.setdefault((eta, correction), []).append(rows)
-            console.print(f"{name}: {' '.join(f'{value:.1%}' for value in evals(rows).values())}")
-    console.print(table(found))
+        for cell, settings in cells().items():
+            name = f"{cell[0]}-{cell[1]}-seed{seed}"
+            rows = latest_rows(read_rows(finished(folder, name, *settings, *start, f"run.seed={seed}")))
+            found.setdefault(cell, []).append(rows)
+            print(f"{name}: {' '.join(f'{value:.1%}' for value in evals(rows).values())}", flush=True)
+    print(f"exact match after so many iterations, mean ± standard deviation of {len(seeds)} seeds")
+    print("\n".join(aligned(table(found))))
 
 
 def parse() -> argparse.Namespace:
@@ -73,23 +74,21 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def cells() -> list[tuple[int, str]]:
-    """Return the bounds and corrections; tokens that are not stale need none."""
-    return [(eta, correction) for eta in ETAS for correction in CORRECTIONS if eta or correction == "none"]
+def cells() -> dict[Cell, tuple[str, ...]]:
+    """Return configuration and overrides of each line; tokens that are not stale need no correction."""
+    found: dict[Cell, tuple[str, ...]] = {("synchronous", "none"): SYNCHRONOUS}
+    for eta in ETAS:
+        for name, correction in CORRECTIONS.items():
+            if eta or name == "none":
+                found[f"eta{eta}", name] = (*ASYNCHRONOUS, f"staleness.max_versions={eta}", correction)
+    return found
 
 
-def finished(folder: Path, name: str, *overrides: str) -> Path:
+def finished(folder: Path, name: str, config: str, *overrides: str) -> Path:
     """Return the folder of a run that has ended, after carrying it out unless an earlier call did."""
     run = folder / name
     if not (run / "final").exists():
-        command = [
-            sys.executable,
-            "-m",
-            "hybridengine.cli.main",
-            "train",
-            str(CONFIG),
-            f"run.folder={folder}",
-        ]
+        command = [sys.executable, "-m", "hybridengine.cli.main", "train", config, f"run.folder={folder}"]
         options = [f"run.name={name}", "run.live=false", "checkpoint.every=0", "resume=never"]
         ended = subprocess.run(
             [*command, *options, *SETTING, *overrides], capture_output=True, text=True, check=False
@@ -105,28 +104,19 @@ def evals(rows: list[Row]) -> dict[int, float]:
     return {int(step or 0): float(value) for step, value in measured if value is not None}
 
 
-def table(found: dict[tuple[int, str], list[list[Row]]]) -> Table:
-    """Return mean and standard deviation over the seeds."""
-    runs = next(iter(found.values()))
-    steps = [*evals(runs[0])]
-    result = Table(
-        title=f"exact match after so many iterations, mean ± standard deviation of {len(runs)} seeds"
-    )
-    for title in ("eta", "correction", *map(str, steps), "mean age", "largest", "outside bound"):
-        result.add_column(title, no_wrap=True)
-    for (eta, correction), runs in found.items():
+def table(found: dict[Cell, list[list[Row]]]) -> list[list[str]]:
+    """Return mean and standard deviation over the seeds, below a heading."""
+    steps = [*evals(next(iter(found.values()))[0])]
+    lines = [["run", "correction", *map(str, steps), "mean age", "largest", "outside bound"]]
+    for cell, runs in found.items():
         values = [[evals(rows)[step] for rows in runs] for step in steps]
         trained = [row for rows in runs for row in rows[1:]]
-        ages = [float(row["staleness/age_mean"] or 0) for row in trained]
-        result.add_row(
-            str(eta),
-            correction,
-            *(f"{mean(one):.1%} ± {stdev(one):.1%}" for one in values),
-            f"{mean(ages):.1f}",
-            f"{max(ages):.1f}",
-            f"{mean(float(row['staleness/older_share'] or 0) for row in trained):.1%}",
-        )
-    return result
+        ages = [float(row.get("staleness/age_mean") or 0) for row in trained]
+        largest = max(float(row.get("staleness/age_max") or 0) for row in trained)
+        shares = [f"{mean(one):.1%} ± {stdev(one):.1%}" for one in values]
+        older = mean(float(row.get("staleness/older_share") or 0) for row in trained)
+        lines.append([*cell, *shares, f"{mean(ages):.1f}", f"{largest:.0f}", f"{older:.1%}"])
+    return lines
 
 
 if __name__ == "__main__":
