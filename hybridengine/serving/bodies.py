@@ -7,7 +7,9 @@ import asyncio
 from fastapi import HTTPException
 from fastapi import Request as Call
 from fastapi.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect
 
+from hybridengine.errors import RequestError
 from hybridengine.serving.tinker_wire import Message, decompress, parse
 
 ARRIVAL_S = 60.0
@@ -40,9 +42,14 @@ async def read_body(call: Call, limit_bytes: int) -> bytes:
             " send it again, with fewer rows per call on a slow connection",
             {"Connection": "close"},
         ) from None
+    except ClientDisconnect:
+        raise HTTPException(400, "the client has left before its body had arrived") from None
     body = b"".join(parts)
-    if call.headers.get("content-encoding") == "zstd":
+    encoding = call.headers.get("content-encoding", "identity")
+    if encoding == "zstd":
         return await run_in_threadpool(decompress, body, limit_bytes)
+    if encoding != "identity":
+        raise RequestError(f"Content-Encoding {encoding} is not served; send the body as it is, or as zstd")
     return body
 
 

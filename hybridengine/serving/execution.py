@@ -197,7 +197,9 @@ class Execution:
     def _optim_step(self, request: Request) -> Outcome:
         adam = parse(types.OptimStepRequest, request.body).optim_params
         if not isinstance(adam, types.AdamParams):
-            raise RequestError(f"optimizer_params type={adam.type!r} is not served; send adam_params")
+            raise RequestError(
+                f"optim_params of the type {adam.type!r} are not served; send those of Adam, which have no type"
+            )
         _check_adam(adam)
         if not self._has_gradients:
             raise RequestError("no gradients wait for an optim_step; send forward_backward before it")

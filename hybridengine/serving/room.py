@@ -200,19 +200,13 @@ class Room:
     def submit(self, owner: str, seq_id: int | None, kind: str, body: bytes) -> str:
         """Accept a request of a model or (`sample`) of a sampler, and return its id; a retry returns the first one's.
 
-        Raises: RequestError if the owner is unknown or not served now, or `seq_id` goes backwards.
+        Raises: RequestError if the owner is unknown or not served now, or `seq_id` is taken or goes backwards.
         """
         seq_id = _checked_number("seq_id", seq_id, owner)
         request = Request(id=f"{owner}:{seq_id}", owner=owner, seq_id=seq_id, kind=kind, body=body)
         with self._changed:
-            known = self.store.accepted(request.id)
-            if known is not None:
-                if known.kind != kind:
-                    raise RequestError(
-                        f"seq_id={seq_id} of {owner} is a request of the kind {known.kind}, and now of {kind}; give each"
-                        " request a seq_id of its own"
-                    )
-                return known.id
+            if self.store.accepted(request):
+                return request.id
             if self.failure is not None:
                 return request.id
             if kind == "sample":

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import accumulate, islice
 from typing import NamedTuple, TypeVar
 
 from pydantic import TypeAdapter
@@ -32,6 +33,8 @@ T = TypeVar("T")
 PROMPT = "prompt"
 """Kind of a request whose body is a `Prompt`, for the weights that the ranks hold."""
 PROMPTS = TypeAdapter(Prompt)
+MOST_RESPONSES = 4096
+"""Number of responses that a draw has at most, unless one request alone asks for more: a draw has to end in time."""
 
 
 class Asked(NamedTuple):
@@ -82,6 +85,7 @@ class Sampling:
             asked = self._asked(self._parts.pop(0))
             if not asked:
                 continue
+            asked = self._some(asked)
             prompts = self._held(asked)
             if prompts is None:
                 with self._actor:
@@ -106,6 +110,13 @@ class Sampling:
                 refused[request.id] = error
         self._finish(refused)
         return asked
+
+    def _some(self, asked: Mapping[str, Asked]) -> Mapping[str, Asked]:
+        """Return the first requests, with at most `MOST_RESPONSES` responses; put the others back."""
+        totals = accumulate(one.prompt.num_samples for one in asked.values())
+        num_drawn = max(1, sum(total <= MOST_RESPONSES for total in totals))
+        self._put_back([*asked][num_drawn:])
+        return dict(islice(asked.items(), num_drawn))
 
     def _held(self, asked: Mapping[str, Asked]) -> Mapping[str, Prompt] | None:
         """Return the prompts for the weights that engines hold, if the first one is among them; put the others back."""

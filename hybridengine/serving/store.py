@@ -16,6 +16,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, sessionmaker
 from sqlalchemy.orm import Session as Transaction
 
 from hybridengine.errors import ConfigError, RequestError
+from hybridengine.serving.tinker_wire import same_body
 
 QUEUED, DONE, FAILED = "queued", "done", "failed"
 WAITING, LIVE, POISONED, ENDED = "waiting", "live", "poisoned", "ended"
@@ -235,15 +236,27 @@ class Store:
             raise RequestError(f"{name} {key!r} does not exist on this server; create it first")
         return row
 
-    def accepted(self, request_id: str) -> Request | None:
-        """Return the request that a retry means; raise RequestError if its result has been removed."""
-        known = self.find(Request, request_id)
-        if known is not None and known.state == DONE and known.result is None:
+    def accepted(self, request: Request) -> bool:
+        """Return True for a retry; raise RequestError for another request, and if the result has been removed."""
+        known = self.find(Request, request.id)
+        if known is None:
+            return False
+        what = f"seq_id={request.seq_id} of {request.owner}"
+        if known.kind != request.kind:
             raise RequestError(
-                f"request {request_id} is done and its result has been removed, and it is not carried out again; fetch"
+                f"{what} is a request of the kind {known.kind}, and now of {request.kind}; give each request a seq_id of"
+                " its own"
+            )
+        if known.state == DONE and known.result is None:
+            raise RequestError(
+                f"request {request.id} is done and its result has been removed, and it is not carried out again; fetch"
                 " results sooner, and continue with a new request"
             )
-        return known
+        if known.body and not same_body(known.kind, known.body, request.body):
+            raise RequestError(
+                f"{what} is a request of the kind {known.kind} with other contents; give each request a seq_id of its own"
+            )
+        return True
 
     def session(self, session_id: str) -> ClientSession:
         """Return a session; raise RequestError if there is none or it has ended."""
@@ -337,8 +350,9 @@ class Store:
         )
         with self.transaction() as transaction:
             old = (Request.state != QUEUED, Request.done_s < before_s)
-            transaction.execute(sqlalchemy.update(Request).where(*old).values(result=None))
-            transaction.execute(sqlalchemy.update(Request).where(*old, ~needed).values(body=b""))
+            with_result, with_body = Request.result.is_not(None), Request.body != b""
+            transaction.execute(sqlalchemy.update(Request).where(*old, with_result).values(result=None))
+            transaction.execute(sqlalchemy.update(Request).where(*old, with_body, ~needed).values(body=b""))
             expired = Checkpoint.expires_s < time.time()
             unused = sqlalchemy.and_(
                 Checkpoint.kind == KEPT,

@@ -35,7 +35,7 @@ _SDK = "0.38"
 _BINARY_KINDS = ("forward", "forward_backward", "sample")
 
 
-class _Addressed(pydantic.BaseModel):
+class ModelRequest(pydantic.BaseModel):
     """The address of a model's request; the rest is checked in its turn, so that a bad one leaves no gap."""
 
     model_config = pydantic.ConfigDict(protected_namespaces=())
@@ -43,7 +43,7 @@ class _Addressed(pydantic.BaseModel):
     seq_id: int
 
 
-class _WeightsInfo(pydantic.BaseModel):
+class WeightsInfoRequest(pydantic.BaseModel):
     tinker_path: str
 
 
@@ -172,7 +172,7 @@ def _add_models(api: APIRouter, room: Room, limit: int) -> None:
     @api.post("/forward_backward")
     async def forward_backward(call: Call) -> dict[str, str]:
         body = await read_body(call, limit)
-        if call.headers.get("content-type") != PROTOBUF:
+        if call.headers.get("content-type", "").partition(";")[0].strip() != PROTOBUF:
             raise RequestError(f"forward_backward has a body that is not {PROTOBUF}; use tinker~={_SDK}.0")
         message = await run_in_threadpool(read_forward_backward, body)
         kind = "forward" if message.forward_only else "forward_backward"
@@ -181,7 +181,7 @@ def _add_models(api: APIRouter, room: Room, limit: int) -> None:
     def queue(kind: str) -> Callable[[Call], Any]:
         async def endpoint(call: Call) -> dict[str, str]:
             body = await read_body(call, limit)
-            address = await parse_body(_Addressed, body)
+            address = await parse_body(ModelRequest, body)
             return await accept(room.submit, address.model_id, address.seq_id, kind, body)
 
         return endpoint
@@ -198,7 +198,7 @@ def _add_models(api: APIRouter, room: Room, limit: int) -> None:
 
     @api.post("/weights_info")
     async def weights_info(call: Call) -> dict[str, Any]:
-        message = await parse_body(_WeightsInfo, await read_body(call, limit))
+        message = await parse_body(WeightsInfoRequest, await read_body(call, limit))
         checkpoint = await run_in_threadpool(room.checkpoint, message.tinker_path)
         return {"base_model": checkpoint.base_model, "is_lora": False}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import zlib
 from collections.abc import Mapping
@@ -86,6 +87,15 @@ def read_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
             f"the body of forward_backward is no ForwardBackwardRequest ({error}); send the tinker SDK's message"
         ) from None
     return message
+
+
+def same_body(kind: str, one: bytes, other: bytes) -> bool:
+    """Return True if the bodies of two requests of a kind have the same contents: a retry may be encoded anew."""
+    if one == other:
+        return True
+    if kind in ("forward", "forward_backward"):
+        return read_forward_backward(one) == read_forward_backward(other)
+    return json.loads(one) == json.loads(other)
 
 
 def decode_forward_backward(

@@ -67,7 +67,7 @@ class Turns:
         """Let a new model wait for the ranks, and return the id of its first request, which has the seq_id 0."""
         model_id = f"{session_id}:train:{model_seq_id}"
         request = Request(id=f"{model_id}:0", owner=model_id, seq_id=0, kind=kind, body=body)
-        if self._store.accepted(request.id) is None:
+        if not self._store.accepted(request):
             self._store.session(session_id)
             for other in (*self._store.models(LIVE), *self._store.models(WAITING)):
                 if other.session_id == session_id:

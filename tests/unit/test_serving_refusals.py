@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import http.client
 import json
+import logging
 import re
 import sqlite3
 import threading
@@ -86,6 +88,28 @@ def test_a_stalled_upload_is_refused(server: Server, monkeypatch: pytest.MonkeyP
         answer = connection.getresponse()
         assert (answer.status, answer.headers["Connection"]) == (408, "close")
         assert "1 bytes of the body have arrived within 0 s" in answer.read().decode()
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_fault(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    with stalled_upload(server, "asample"):
+        pass
+    time.sleep(0.5)
+    assert refusal(server, "retrieve_future", {"request_id": "nobody:1"})[0] == 404  # the server goes on
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_bodies_in_another_encoding_are_refused(server: Server) -> None:
+    headers = {"X-API-Key": KEY, "Content-Encoding": "gzip"}
+    call = urllib.request.Request(f"{server.url}/api/v1/create_session", gzip.compress(b"{}"), headers)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(call)
+    assert caught.value.code == 400
+    assert (
+        "Content-Encoding gzip is not served; send the body as it is, or as zstd"
+        in caught.value.read().decode()
+    )
 
 
 def test_samples_do_not_wait_for_a_stalled_upload(tmp_path: Path, ranks: TableRanks) -> None:

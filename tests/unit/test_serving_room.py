@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import select
+from tinker import types
 
 from hybridengine.errors import HybridEngineError, RequestError
 from hybridengine.serving.store import Checkpoint, ClientSession, Model, Request
@@ -69,7 +70,21 @@ def test_a_retry_gets_the_first_result(rooms: Rooms) -> None:
         RequestError, match="is a request of the kind forward_backward, and now of optim_step"
     ):
         room.submit(model, 1, "optim_step", step(model))
-    assert begin(room, session=model.partition(":")[0]) == model  # create_model again
+    taken = f"seq_id=1 of {model} is a request of the kind forward_backward with other contents; give each"
+    with pytest.raises(RequestError, match=taken):
+        room.submit(model, 1, "forward_backward", passing(target=4))
+    second = room.submit(model, 2, "optim_step", step(model))
+    assert room.submit(model, 2, "optim_step", step(model).replace(b", ", b",")) == second  # encoded anew
+    with pytest.raises(RequestError, match=r"seq_id=2 of .* with other contents"):
+        room.submit(model, 2, "optim_step", step(model, rate=0.5))
+    session = model.partition(":")[0]
+    assert begin(room, session=session) == model  # create_model again
+    saved = answer(room, room.submit(model, 3, "save_weights", save(model)))["path"]
+    message = types.LoadWeightsRequest(model_seq_id=0, path=saved, optimizer=False, session_id=session)
+    with pytest.raises(
+        RequestError, match=r"seq_id=0 of .* is a request of the kind create_model, and now of load"
+    ):
+        room.load_model(message, message.model_dump_json().encode())
     with pytest.raises(RequestError, match=f"seq_id=None of {model} must be 0 to 9223372036854775807"):
         room.submit(model, None, "optim_step", step(model))
     with pytest.raises(RequestError, match=f"seq_id={2**63} of {model} must be 0 to"):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
 
 from hybridengine.errors import RequestError
+from hybridengine.serving import sampling as serving_sampling
 from hybridengine.serving.ranks import Prompt
 from tests.unit.serving_ranks import TableRanks
 from tests.unit.serving_rooms import (
@@ -93,6 +95,19 @@ def test_samples_that_arrive_with_pauses_are_drawn_together(rooms: Rooms) -> Non
         time.sleep(pause_s)
     assert answer(room, requests[0]) == answer(room, requests[1]) == answer(room, requests[2])
     assert ranks.calls == ["begin_model", "sample 3 live"]
+
+
+def test_a_draw_has_a_limit(rooms: Rooms, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_sampling, "MOST_RESPONSES", 3)
+    ranks = TableRanks()
+    room = rooms.start(ranks, quiet_s=0.5)
+    sampling = sampler(room, begin(room), 1)
+    counts = (2, 1, 1, 4, 2)
+    bodies = [json.dumps(json.loads(prompt()) | {"num_samples": count}).encode() for count in counts]
+    requests = [room.submit(sampling, number, "sample", body) for number, body in enumerate(bodies)]
+    for request in requests:
+        assert answer(room, request)
+    assert ranks.calls == ["begin_model", "sample 2 live", *["sample 1 live"] * 3]
 
 
 def test_samples_wait_for_one_that_is_being_stored(rooms: Rooms) -> None:
