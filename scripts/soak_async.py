@@ -21,8 +21,8 @@ from soak import Say, digest, rows_of
 from soak_faults import RunProcess, kill_everything
 
 from hybridengine.cli.options import between
+from hybridengine.config.run_config import CALLS_FILE
 from hybridengine.report.step_rows import Row, latest_rows
-from hybridengine.rollouts.engines import ORDER_FILE
 
 ETA = 2
 TINY = [
@@ -79,7 +79,7 @@ def main() -> int:
     finally:
         killed.end()
     say("the killed run has ended; repeating its order of calls")
-    repeated = run_of("repeated", f"generation.replay={killed.folder / ORDER_FILE}")
+    repeated = run_of("repeated", f"generation.replay={killed.folder / CALLS_FILE}")
     try:
         finish(repeated, steps)
     finally:
@@ -117,7 +117,9 @@ def finish(run: RunProcess, steps: int) -> None:
 
 
 def age(row: Row) -> float:
-    return float(row["staleness/age_max"] or 0)
+    """Return the age of the oldest token that was trained; the update itself refuses one beyond the bound."""
+    oldest = float(row["staleness/age_max"] or 0)
+    return min(oldest, ETA) if row["staleness/older_share"] else oldest
 
 
 if __name__ == "__main__":

@@ -265,6 +265,8 @@ class ActorWorker(TrainedWorker):
     def join_link(self, link: Link) -> None:
         """Join a link to engines, in place of any earlier one. Collective over the link."""
         timeout_s = self.run.timeouts.collective_s
+        if self._push is not None:
+            self._push.close()
         self._push = link.join(
             self.shape, self.context.rank, timeout_s, self.trainer.weights, WeightStorage({})
         )

@@ -46,6 +46,8 @@ class EngineWorker:
         """Join a link as its engine of this number, in place of any earlier link. Collective over the link."""
         rank = link.first_rank(engine) + self._context.rank
         timeout_s = self._run.timeouts.collective_s
+        if self._push is not None:
+            self._push.close()
         self._push = link.join(self._shape, rank, timeout_s, WeightStorage({}), self._engine.weights)
 
     @register(ONE_TO_ALL)

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.config import RunConfig
-from hybridengine.data.datasets import PromptDataset, rows_after
+from hybridengine.data.datasets import PromptDataset, numbered_rows, prompts_digest, rows_after
 from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.rows.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
 
@@ -33,8 +33,7 @@ class PromptReader:
 
     def prompts(self, numbers: Sequence[int]) -> TensorDict:
         """Return the prompts with these numbers in the endless stream of shuffled epochs."""
-        seed = self._run.run.seed
-        return self.training.rows([rows_after(len(self.training), 1, seed, number)[0] for number in numbers])
+        return self.training.rows(numbered_rows(len(self.training), self._run.run.seed, numbers))
 
     def _dataset(self, file: object) -> PromptDataset:
         tokenizer = load_tokenizer(self._run.tokenizer_folder, pad_with_eos=True)
@@ -77,6 +76,11 @@ class PromptWorker:
         # right-padded prompts: a response begins where its prompt ends
         prompts["tokens"] = padded.scatter(1, places, rows["response_tokens"].long())
         return prompts.update(rows.select(*RESPONSE_COLUMNS))
+
+    @register(ONE_TO_ALL)
+    def digest(self, numbers: Sequence[int]) -> str:
+        """Return the digest of numbered prompts (`prompts_digest`)."""
+        return prompts_digest(self._reader.training, self._run.run.seed, numbers)
 
     @register(PROTO_3D, [ROW_NUMBERS], returns_rows=True)
     def held_out_prompts(self, rows: TensorDictBase) -> TensorDict:

@@ -37,14 +37,12 @@ from torch import Tensor
 from hybridengine.algorithms.across import ONE_PROCESS, Across
 from hybridengine.algorithms.kl import MAX_LOG_RATIO
 from hybridengine.algorithms.masking import check_shapes, masked_max, masked_sum, zero_masked
-from hybridengine.config.algorithm import CorrectionName
+from hybridengine.config.algorithm import RANGE_METHODS, CorrectionName
 
 TOKEN_METHODS = ("token_tis", "icepop")
 """Methods whose units are tokens."""
 DROP_METHODS = ("icepop", "sequence_mis", "geometric_filter")
 """Methods that drop units above `high` instead of capping their weight."""
-RANGE_METHODS = ("icepop", "geometric_filter")
-"""Methods that drop units below `low` as well."""
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,8 @@ class Conflict(NamedTuple):
 
 
 CorrectionName = Literal["token_tis", "icepop", "sequence_tis", "sequence_mis", "geometric_filter"]
+RANGE_METHODS: tuple[CorrectionName, ...] = ("icepop", "geometric_filter")
+"""Corrections that drop tokens or sequences below `low` as well."""
 
 
 class CorrectionSection(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from hybridengine.config.algorithm import Conflict, CorrectionSection
 from hybridengine.config.run_config import RunConfig, ranks_key
@@ -19,6 +20,12 @@ def generation_conflicts(config: RunConfig) -> Iterator[Conflict]:
         return
     yield from _pool(config)
     yield from _on_policy(config)
+    replay = config.generation.replay
+    if replay is not None and Path(replay).absolute() == config.calls_file.absolute():
+        yield Conflict(
+            f"generation.replay={replay} is the file that this run writes itself; copy it, or choose another run.name",
+            ("generation.replay", "run.name"),
+        )
     if (tries := config.generation.max_tries) > 1 and config.rollout.samples_per_prompt == 1:
         yield Conflict(
             f"generation.max_tries={tries} drops prompts whose responses all have the same score, and with"

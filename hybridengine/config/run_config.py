@@ -40,6 +40,8 @@ TRAINED: tuple[Role, ...] = ("actor", "critic", "cost_critic")
 """Roles whose weights are updated."""
 SCORERS: tuple[Role, ...] = ("reward", "cost")
 """Roles that score responses with functions, models or both."""
+CALLS_FILE = "calls.jsonl"
+"""File of an asynchronous run with the order of its engines' calls."""
 PATH_KEYS = ("folder", "path", "tokenizer", "train_file", "eval_file")
 """Keys of any section that hold paths which ranks read or write."""
 
@@ -152,6 +154,11 @@ class RunConfig(Section):
     def rows_per_step(self) -> int:
         """Number of sequences per iteration: prompts times responses per prompt."""
         return self.data.batch_size * self.rollout.samples_per_prompt
+
+    @property
+    def calls_file(self) -> Path:
+        """File in which an asynchronous run records the order of its engines' calls."""
+        return self.run_folder / CALLS_FILE
 
     @property
     def run_folder(self) -> Path:

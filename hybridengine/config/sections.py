@@ -175,8 +175,9 @@ class GenerationSection(Section):
 class StalenessSection(Section):
     """Bound on the age of tokens that are trained on, in versions of the weights (optimizer iterations)."""
 
-    max_versions: CountOrZero = 1
-    """Largest age of a token: the version trained by the update minus the version that drew the token."""
+    max_versions: Annotated[CountOrZero, Field(le=64)] = 1
+    """Largest age of a token: the version trained by the update minus the version that drew the token. At most 64: each
+    age has a metric of its own."""
     bound: Literal["token", "response"] = "token"
     """token: responses are trained in the order in which they end, without their older tokens. response: in the order
     in which they were begun, so that no token is older; the trainer waits for the oldest."""

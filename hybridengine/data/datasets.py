@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -39,6 +41,11 @@ def _order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_rows)
 
 
+def numbered_rows(num_rows: int, seed: int, numbers: Sequence[int]) -> list[int]:
+    """Return the row numbers of prompts with these numbers in the stream of `rows_after`."""
+    return [rows_after(num_rows, 1, seed, number)[0] for number in numbers]
+
+
 class PromptDataset:
     """Tokenised prompts, and the data that rewards need for each.
 
@@ -70,6 +77,12 @@ class PromptDataset:
             },
             batch_size=[len(chosen)],
         )
+
+
+def prompts_digest(prompts: PromptDataset, seed: int, numbers: Sequence[int]) -> str:
+    """Return the SHA-256 of the tokens of numbered prompts, which are others with another seed, file or tokenizer."""
+    tokens = [prompts.tokens[row] for row in numbered_rows(len(prompts), seed, numbers)]
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
 class DemonstrationDataset:

@@ -33,7 +33,7 @@ class PoolEngine:
         self.call: Future | None = None
         """Call of `advance` whose tokens have not been taken."""
         self.receiving: Future | None = None
-        """Its part in the last push of weights."""
+        """Its part in the last push of weights, or in the link for it."""
         self._config = config
         self._died: RankFailedError | None = None
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Protocol, cast
 
 import torch
-from safetensors.numpy import load_file, save_file
 from tensordict import TensorDict
 
 from hybridengine.algorithms.advantages import has_equal_scores
@@ -23,9 +22,7 @@ from hybridengine.report import keys
 from hybridengine.rollouts.engine import ActorEngine, PoolEngine, padded
 from hybridengine.rollouts.order import CallOrder, Wait
 from hybridengine.rollouts.pushes import Pushes
-from hybridengine.rollouts.queue import Rollout, RolloutQueue
-
-ORDER_FILE, QUEUE_FILE = "calls.jsonl", "rollouts.safetensors"
+from hybridengine.rollouts.queue import QUEUE_FILE, Rollout, RolloutQueue, read_queue, save_queue
 
 
 class Scorers(Protocol):
@@ -66,12 +63,12 @@ class Engines:
         self._moving: list[Rollout] = []
         """Responses that an engine has left to the actor's, which has not begun them yet."""
         self.max_versions = config.staleness.max_versions
-        self.queue = RolloutQueue(
-            config.rollout.samples_per_prompt, config.data.batch_size, config.run.steps, config.staleness
-        )
+        self.queue = RolloutQueue.of(config)
         replay = config.generation.replay
-        self._order = CallOrder(config.run_folder / ORDER_FILE, Path(replay) if replay else None)
+        self._order = CallOrder(config.calls_file, Path(replay) if replay else None)
         self._pushes = Pushes(config, actor)
+        self._orphans: list[Rollout] = []
+        """Responses of engines that have died, which no other has begun yet."""
         self._waited_s = 0.0
         self._num_dropped = 0
         """Prompts that dynamic sampling has dropped since the last metrics."""
@@ -79,7 +76,7 @@ class Engines:
     def go_on(self, version: int, saved: Path | None) -> None:
         """Give the engines the actor's weights, which are `version`; go on with the queue saved in a folder, if any."""
         if saved is not None and (saved / QUEUE_FILE).exists():
-            self.queue.load_state(load_file(saved / QUEUE_FILE))
+            self.queue, _ = read_queue(self._config, saved / QUEUE_FILE)
         else:  # a new run, or one that was synchronous so far
             self.queue.begin_at(version)
         self._order.go_on_after(version)
@@ -96,7 +93,9 @@ class Engines:
         )
         for engine in self._engines:
             engine.withdraw(len(engine.rollouts))
-        save_file(self.queue.state(), folder / QUEUE_FILE)
+        self._orphans = []
+        (digest, *_) = self._prompts.digest(self.queue.prompts).get()
+        save_queue(self.queue, digest, folder / QUEUE_FILE)
         self._spread(self.queue.unfinished())
 
     # ---- what dataflows call ----
@@ -171,15 +170,20 @@ class Engines:
         self._work_while(self.queue.num_taken, lambda: not all(call.done() for call in calls), calls)
 
     def update_weights(self, version: int) -> None:
-        """Push the actor's weights, as they are after the calls made so far, to all engines, where they are `version`."""
-        for engine in self._engines:
-            engine.look()
-        self._go_on_without_the_dead()
-        self._pushes.push(version, self._engines)
+        """Push the actor's weights, as they are after the calls made so far, to all engines, where they are `version`.
+
+        Waits until the engines have them: what they draw with others has been drawn by then.
+        """
+        while True:
+            for engine in self._engines:
+                engine.look()
+            self._go_on_without_the_dead()
+            if self._pushes.push(version, self._engines):
+                break
         self.queue.version = version
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call; costs of a push are those of the one before the last."""
+        """Return the metrics since the last call."""
         waited_s, self._waited_s = self._waited_s, 0.0
         num_dropped, self._num_dropped = self._num_dropped, 0
         (others, own), self._drawn_tokens = self._drawn_tokens, [0, 0]
@@ -214,6 +218,8 @@ class Engines:
             places = self._next_ended(others) if repeated is None else repeated[len(ended)]
             for engine in self._working:
                 if engine.number in places:
+                    if engine.call is None:
+                        raise self._order.mismatch(f"the end of a call of engine {engine.number}", step)
                     for drawn in engine.take_drawn():
                         self.queue.record(drawn)
                         self._drawn_tokens[engine is self._own] += len(drawn.tokens)
@@ -223,17 +229,17 @@ class Engines:
     def _next_ended(self, others: Sequence[Future]) -> list[int]:
         """Wait for the end of a call; return the numbers of engines whose calls have ended, without those that died."""
         calls = [engine.call for engine in self._working if engine.call is not None]
-        calls += [call for call in [*others, *self._pushes.calls] if not call.poll()]
+        calls += [call for call in others if not call.poll()]
         assert calls or others, "no engine draws, and the batch is not complete"
         wait_any(calls)
         self._go_on_without_the_dead()
-        for call in self._pushes.calls:
-            if call.failures:
-                call.wait()
         return [engine.number for engine in self._working if engine.has_news]
 
     def _begin(self) -> None:
         """Give requests and a call to every engine that has none in flight; the actor's gets some of the others'."""
+        if self._orphans:
+            self._spread(self._orphans)
+            self._orphans = []
         unfinished = sum(len(engine.rollouts) for engine in self._working) + len(self._moving)
         share = math.ceil((unfinished + self.queue.num_admissible) / len(self._working))
         share = min(share, self._config.rollout.max_num_seqs)
@@ -289,7 +295,7 @@ class Engines:
     # ---- faults ----
 
     def _go_on_without_the_dead(self) -> None:
-        """Leave the requests of engines that have died to the others, and repeat a push in which they died.
+        """Keep the requests of engines that have died for the others.
 
         Raises RankFailedError if no engine is left.
         """
@@ -304,8 +310,4 @@ class Engines:
                 f"warning: engine {engine.number} (pool {engine.group.pool.name}) has ended; the other"
                 f" {len(self._engines)} go on with its {len(engine.rollouts)} responses"
             )
-        is_broken = self._pushes.give_up()
-        orphans = [rollout for engine in dead for rollout in engine.end()]
-        if is_broken:
-            self.update_weights(self.queue.version)
-        self._spread(orphans)
+        self._orphans += [rollout for engine in dead for rollout in engine.end()]

@@ -47,12 +47,15 @@ class CallOrder:
             return None
         wait = next(self._replayed, None)
         if wait is None or wait.step != step:
-            found = f"a wait of step {wait.step}" if wait else "no more waits"
-            raise DataError(
-                f"generation.replay={self._replay} has {found} where step {step} waits; name the file of a run with the"
-                " same configuration"
-            )
+            raise self.mismatch(f"a wait of step {wait.step}" if wait else "no more waits", step)
         return wait.ended
+
+    def mismatch(self, found: str, step: int) -> DataError:
+        """Return the error for a file that has something in which this run has nothing to repeat."""
+        return DataError(
+            f"generation.replay={self._replay} has {found} where step {step} waits; name the file of a run with the same"
+            " configuration"
+        )
 
     def record(self, wait: Wait) -> None:
         """Append a wait to the file."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 from hybridengine.config import RunConfig
-from hybridengine.controller.calls import Future
+from hybridengine.controller.calls import Future, wait_any
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.errors import WorkerError
 from hybridengine.report import keys
@@ -22,47 +23,53 @@ class Pushes:
 
     def __init__(self, config: RunConfig, actor: WorkerGroup) -> None:
         self._config, self._actor = config, actor
-        self.calls: list[Future] = []
-        """Calls of the last push, the actor's first."""
         self.costs: dict[str, float] = {}
-        """Metrics of the last push that has ended."""
+        """Metrics of the last push."""
         self._linked: Sequence[PoolEngine] = ()
         self._links = 0
         """Number of links made so far."""
 
-    def push(self, version: int, engines: Sequence[PoolEngine]) -> None:
-        """Begin to push the weights, as they are after the calls made so far, to engines, where they are `version`."""
-        reports = [report for call in self.calls for report in call.get()]
+    def push(self, version: int, engines: Sequence[PoolEngine]) -> bool:
+        """Push the weights, as they are after the calls made so far, to engines, where they are `version`.
+
+        Returns False if an engine has died meanwhile: the weights of the others are then those of no version.
+        """
+        if [*self._linked] != [*engines] and not self._link(engines):
+            return False
+        for engine in engines:
+            engine.receiving = engine.group.receive_weights(version)
+        reports = self._ended(self._actor.push_weights(version), engines)
         if reports:
             self.costs = {
                 keys.RECEIVED_BYTES: max(report["received_bytes"] for report in reports),
                 "push/seconds": max(report["seconds"] for report in reports),
             }
-        if [*self._linked] != [*engines]:
-            self._link(engines)
-        for engine in engines:
-            engine.receiving = engine.group.receive_weights(version)
-        received = [engine.receiving for engine in engines if engine.receiving is not None]
-        pushed = self._actor.push_weights(version)
-        pushed.inputs += received  # so that waits for the actor see an engine's failure
-        self.calls = [pushed, *received]
+        return bool(reports)
 
-    def give_up(self) -> bool:
-        """Wait for the end of a push in which an engine has died; return whether there was one."""
-        broken = [call for call in self.calls if call.failures or not call.poll()]
-        for call in broken:  # those that waited for the dead engine fail as well
+    def _ended(self, call: Future, engines: Sequence[PoolEngine]) -> list[Any]:
+        """Wait for the end of a call of the actor and of the engines' parts in it; return all results.
+
+        There are none if an engine has died meanwhile. Raises WorkerError for any other failure.
+        """
+        parts = [engine.receiving for engine in engines if engine.receiving is not None]
+        call.inputs += parts  # so that waits for the actor see an engine's failure
+        while pending := [one for one in (call, *parts) if not one.done()]:
+            wait_any(pending)
+        if not any(engine.has_died for engine in engines):
+            return [result for one in (call, *parts) for result in one.get()]
+        self._linked = ()
+        for one in (call, *parts):  # those that waited for the dead engine fail as well
             with contextlib.suppress(WorkerError):
-                call.wait()
-        self.calls = []
-        return bool(broken)
+                one.wait()
+        return []
 
-    def _link(self, engines: Sequence[PoolEngine]) -> None:
-        """Link the engines to the actor, in place of any earlier link."""
+    def _link(self, engines: Sequence[PoolEngine]) -> bool:
+        """Link the engines to the actor, in place of any earlier link; return False if one has died meanwhile."""
         config, actor = self._config, self._actor
         address, port, names = actor.link_facts().get()[0]
         # Engines on the same node follow one another, so that weights cross the network to it once.
-        groups = sorted((engine.group for engine in engines), key=lambda group: group.pool.nodes)
-        nodes = [*actor.pool.nodes, *(node for group in groups for node in group.pool.nodes)]
+        by_node = sorted(engines, key=lambda engine: engine.group.pool.nodes)
+        nodes = [*actor.pool.nodes, *(node for engine in by_node for node in engine.group.pool.nodes)]
         link = Link(
             name=f"link {self._links}",
             address=address,
@@ -70,15 +77,15 @@ class Pushes:
             train=actor.topology.grid,
             names=names,
             engine=config.generation.parallel,
-            num_engines=len(groups),
+            num_engines=len(by_node),
             nodes=NodeMap(tuple(len([*run]) for _, run in groupby(nodes))),
             bucket_elements=config.bucket_elements,
             verify=Verify(config.actor.verify),
         )
         self._links += 1
-        calls = [group.join_link(link, number) for number, group in enumerate(groups)]
-        joined = actor.join_link(link)
-        joined.inputs += calls
-        for call in [joined, *calls]:
-            call.get()
+        for number, engine in enumerate(by_node):
+            engine.receiving = engine.group.join_link(link, number)
+        if not self._ended(actor.join_link(link), engines):
+            return False
         self._linked = [*engines]
+        return True

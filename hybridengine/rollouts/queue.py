@@ -18,14 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
+from hybridengine.config import RunConfig
 from hybridengine.config.sections import StalenessSection
 from hybridengine.errors import CheckpointError, WorkerError
 from hybridengine.rollouts.drawn import Drawn
 
+QUEUE_FILE = "rollouts.safetensors"
+"""File of a checkpoint with the responses in flight."""
 SEED_STRIDES = (1_000_003, 65_537)
 """Factors a, b of a response's seed = (run seed · a + step) · b + row; b is at least the rows per step, so seeds are
 unique within a run."""
@@ -81,6 +85,18 @@ class RolloutQueue:
         self._complete: list[int] = []
         """Prompts whose responses have all ended, in the order in which they did."""
 
+    @classmethod
+    def of(cls, config: RunConfig) -> RolloutQueue:
+        """Return the empty queue of a run."""
+        return cls(
+            config.rollout.samples_per_prompt, config.data.batch_size, config.run.steps, config.staleness
+        )
+
+    @property
+    def prompts(self) -> list[int]:
+        """Prompts with a response in the queue."""
+        return [*dict.fromkeys(number // self.samples for number in self._rollouts)]
+
     @property
     def num_unfinished(self) -> int:
         """Number of begun responses that have not ended."""
@@ -131,11 +147,8 @@ class RolloutQueue:
         """Prompts of the next batch, as far as their responses have ended."""
         if self._staleness.bound == "token":
             return self._complete[: self.prompts_per_batch]
-        oldest = islice(
-            dict.fromkeys(number // self.samples for number in self._rollouts), self.prompts_per_batch
-        )
         complete = {*self._complete}
-        return [prompt for prompt in oldest if prompt in complete]
+        return [prompt for prompt in self.prompts[: self.prompts_per_batch] if prompt in complete]
 
     @property
     def is_ready(self) -> bool:
@@ -169,13 +182,20 @@ class RolloutQueue:
         """Return the begun responses that have not ended, in the order of their numbers."""
         return [rollout for rollout in self._rollouts.values() if not rollout.has_ended]
 
+    @property
+    def _settings(self) -> dict[str, int]:
+        """Settings with which responses are numbered and bounded."""
+        return {
+            "rollout.samples_per_prompt": self.samples,
+            "data.batch_size": self.prompts_per_batch,
+            "staleness.max_versions": self._staleness.max_versions,
+        }
+
     def state(self) -> dict[str, np.ndarray]:
         """Return everything in the queue as arrays, for a checkpoint."""
         rollouts = [*self._rollouts.values()]
         return {
-            "settings": np.array(
-                [self.samples, self.prompts_per_batch, self._staleness.max_versions], dtype=np.int64
-            ),
+            "settings": np.array([*self._settings.values()], dtype=np.int64),
             "counters": np.array(
                 [self.version, self.num_taken, self._next, self._num_dropped], dtype=np.int64
             ),
@@ -197,13 +217,12 @@ class RolloutQueue:
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Go on with what `state` has returned; CheckpointError if other settings number or bound the responses."""
-        names = ("rollout.samples_per_prompt", "data.batch_size", "staleness.max_versions")
-        now = (self.samples, self.prompts_per_batch, self._staleness.max_versions)
-        for name, before, value in zip(names, state["settings"].tolist(), now, strict=True):
-            if value < before or (value != before and name != names[-1]):
+        for (name, value), before in zip(self._settings.items(), state["settings"].tolist(), strict=True):
+            may_rise = name == "staleness.max_versions"
+            if value < before or (value != before and not may_rise):
                 raise CheckpointError(
                     f"{name}={value} was {before} when the responses in flight were begun, and may"
-                    f" {'only rise' if name == names[-1] else 'not change'} in an asynchronous run; resume with {before}"
+                    f" {'only rise' if may_rise else 'not change'} in an asynchronous run; resume with {before}"
                 )
         self.version, self.num_taken, self._next, self._num_dropped = state["counters"].tolist()
         self._complete = state["complete"].tolist()
@@ -214,3 +233,24 @@ class RolloutQueue:
             for name in ("tokens", "log_probs", "versions"):
                 setattr(rollout, name, state[name][end - length : end].tolist())
             rollout.has_ended = has_ended
+
+
+def read_queue(config: RunConfig, file: Path) -> tuple[RolloutQueue, str]:
+    """Return the responses in flight of a checkpoint, and the digest of their prompts (`save_queue`).
+
+    Raises CheckpointError if a run with this configuration cannot go on with them.
+    """
+    state, width = load_file(file), config.rollout.max_response_tokens
+    queue = RolloutQueue.of(config)
+    queue.load_state(state)
+    if (longest := int(state["lengths"].max(initial=0))) > width:
+        raise CheckpointError(
+            f"rollout.max_response_tokens={width} is less than the {longest} tokens of a response in flight; resume with"
+            f" at least {longest}"
+        )
+    return queue, state["prompts_digest"].tobytes().hex()
+
+
+def save_queue(queue: RolloutQueue, digest: str, file: Path) -> None:
+    """Write the responses in flight, with the digest of the prompts to which they belong (`prompts_digest`)."""
+    save_file(queue.state() | {"prompts_digest": np.frombuffer(bytes.fromhex(digest), np.uint8)}, file)

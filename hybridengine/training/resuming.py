@@ -15,12 +15,14 @@ from hybridengine.checkpoints.folders import Checkpoint, checkpoint_at
 from hybridengine.checkpoints.making import settle_checkpoints
 from hybridengine.config import RunConfig
 from hybridengine.config.run_config import model_holders
+from hybridengine.data.datasets import PromptDataset, prompts_digest
 from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, shown
 from hybridengine.files import read_object, writing
 from hybridengine.models.checkpoint_files import checkpoint_problems
 from hybridengine.models.shapes import ModelShape
 from hybridengine.report.keys import STEP
 from hybridengine.report.step_rows import CONFIG_FILE, read_rows
+from hybridengine.rollouts.queue import QUEUE_FILE, read_queue
 from hybridengine.training.files import config_text
 from hybridengine.training.saving import changed_values, check_roles
 
@@ -109,6 +111,20 @@ def check_models(config: RunConfig, checkpoint: Checkpoint) -> None:
             shape = ModelShape.from_folder(holder.path or config.model_folder)
             own = shape.with_score_head() if holder.has_score_head else shape
             read_role_of(checkpoint.folder / holder.role, own, config.model.dtype)
+
+
+def check_responses(config: RunConfig, checkpoint: Checkpoint, prompts: PromptDataset) -> None:
+    """Raise CheckpointError if an asynchronous run cannot go on with the responses in flight of a checkpoint."""
+    file = checkpoint.folder / QUEUE_FILE
+    if not config.engines or not checkpoint.step or not file.exists():
+        return
+    queue, digest = read_queue(config, file)
+    if prompts_digest(prompts, config.run.seed, queue.prompts) != digest:
+        raise CheckpointError(
+            f"the responses in flight of {as_typed(checkpoint.folder)} were begun for other prompts: run.seed, the data,"
+            " or the tokenizer has changed since; take that back, or begin another run with"
+            f" model.path={as_typed(final_folder(config))}"
+        )
 
 
 def final_folder(config: RunConfig) -> Path:

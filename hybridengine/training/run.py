@@ -39,6 +39,7 @@ from hybridengine.training.resuming import (
     as_typed,
     check_final,
     check_models,
+    check_responses,
     check_settled,
     checkpoint_of,
     final_folder,
@@ -80,6 +81,7 @@ def train(config: RunConfig) -> None:
             files = prepare_files(config)
             if checkpoint is not None:
                 check_models(config, checkpoint)
+                check_responses(config, checkpoint, files.prompts)
                 for change in changes_since(config, checkpoint):
                     say(f"  {change}")
             for line in layout_lines(config, cost_of(config)):

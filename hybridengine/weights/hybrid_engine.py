@@ -14,6 +14,8 @@ Source: HybridFlow, arXiv 2409.19256, section 5; here with one copy of the weigh
 from __future__ import annotations
 
 import contextlib
+import gc
+import traceback
 from collections.abc import Iterator
 from enum import Enum
 from typing import Protocol
@@ -233,11 +235,12 @@ class WeightPush:
         verify: Verify = Verify.FIRST,
     ) -> None:
         self._ledger = StorageLedger({"policy": source, "engine": destination})
+        self._executor: PlanExecutor | None = None
+        self._group, self._verify = transport.group, verify
         with _agreed(plan, rank, transport.group, verify):
             self._executor = PlanExecutor(
                 plan, rank, source, destination, transport, self._ledger, release_source=False
             )
-        self._verify = verify
 
     def push(self) -> SwitchReport:
         """Write the policy's present weights into the engines; return this rank's costs.
@@ -245,13 +248,39 @@ class WeightPush:
         `redundant_bytes` are the policy's weights on this rank, which are kept: 0 if the rank only generates.
 
         Raises:
-            PlanError: the plan is stale.
+            PlanError: the plan is stale, or an earlier push has failed.
             TransferError: a message failed or was corrupted; the engines' weights are then undefined.
         """
+        if self._executor is None:
+            raise PlanError(
+                "an earlier push has failed, and its process group is destroyed; join another link"
+            )
         self._executor.check_fresh()
         self._ledger.begin()
-        self._executor.run(verify=self._verify)
+        try:
+            self._executor.run(verify=self._verify)
+        except BaseException as error:
+            for part in _chain(error):
+                traceback.clear_frames(part.__traceback__)  # which hold messages, and so the group
+            self.close()  # otherwise ranks that are not to blame would wait for messages until their time is up
+            raise
         return self._ledger.finish("push", "engine")
+
+    def close(self) -> None:
+        """Destroy the process group; what other ranks still expect of this one fails at once."""
+        if self._executor is None:
+            return
+        dist.destroy_process_group(self._group)
+        self._executor = None
+        del self._group
+        gc.collect()  # connections close with the last reference to the group
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and its causes."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 @contextlib.contextmanager

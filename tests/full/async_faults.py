@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,15 +21,32 @@ HANG_S = 600.0
 
 
 class LosesEngine(AsyncGrpo):
-    """Kills the first engine that is left at the begin of a step, while it draws."""
+    """Kills the first engine that is left at the begin of a step, while it draws, or when it receives weights."""
 
     dies_in: str = "2"
     """Steps in which an engine dies."""
+    in_push: bool = False
+    """True for one that dies at the end of the step, in the push of new weights."""
 
     def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
         if str(sampling.step) in self.dies_in.split():
-            ray.kill(roles.generation._engines[0].group.pool._processes[0])
+            process = roles.generation._engines[0].group.pool._processes[0]
+            if self.in_push:
+                ray.get(process.__ray_call__.remote(_make_die_in_push))
+            else:
+                ray.kill(process)
         return super().step(roles, sampling, state)
+
+
+def _make_die_in_push(process: Any) -> None:
+    """Replace the first thing that an engine does for new weights in this process."""
+    from hybridengine.backends.vllm.engine import VllmEngine
+
+    VllmEngine.settle = _die  # type: ignore[method-assign]
+
+
+def _die(engine: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class HangsEngine(AsyncGrpo):

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 
 from hybridengine.cli.main import main
 from hybridengine.config import load_config
+from hybridengine.config.run_config import CALLS_FILE
 from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.report import keys
 from hybridengine.report.step_rows import Row, latest_rows, read_rows
-from hybridengine.rollouts.engines import ORDER_FILE
 from tests.full.async_faults import HANG_S, parity
 from tests.full.test_faults import COMMAND, killed_at_the_end
 from tests.full.tiny_runs import SECTIONS, value
@@ -114,11 +114,11 @@ def test_a_repeated_order_of_calls_gives_the_weights_of_a_run_that_was_killed(
 ) -> None:
     """The run that repeats it is not disturbed; responses were in flight at the checkpoint."""
     assert re.search(r"resuming after step [24]\b", resumed.console), resumed.console
-    order = resumed.folder / ORDER_FILE
+    order = resumed.folder / CALLS_FILE
     again = runs("repeated", f"generation.replay={order}")
     assert again.status == 0, again.errors
     assert again.weights == resumed.weights
-    assert (again.folder / ORDER_FILE).read_text() == order.read_text()
+    assert (again.folder / CALLS_FILE).read_text() == order.read_text()
     calls = [
         engine for line in order.read_text().splitlines() for ended in json.loads(line)[1] for engine in ended
     ]
@@ -142,11 +142,12 @@ def test_each_engine_receives_the_model_once(resumed: Outcome) -> None:
     assert found and set(found) == {num_bytes}
 
 
-def test_engines_that_die_leave_their_responses_to_the_others(runs: Runs) -> None:
+@pytest.mark.parametrize("in_push", [False, True])
+def test_engines_that_die_leave_their_responses_to_the_others(runs: Runs, in_push: bool) -> None:
     """The order of responses is that of the prompts, and no token is older than the bound."""
     outcome = runs(
-        "lost",
-        algorithm={"name": "tests.full.async_faults:LosesEngine", "dies_in": "2 4"},
+        "lost-in-push" if in_push else "lost",
+        algorithm={"name": "tests.full.async_faults:LosesEngine", "dies_in": "2 4", "in_push": in_push},
         staleness={"max_versions": ETA, "bound": "response"},
         cluster={
             "ranks_per_node": [2],
@@ -192,10 +193,10 @@ def test_the_actor_generates_while_it_waits(runs: Runs) -> None:
     hybrid = {"actor": True, "steps_per_call": 2}
     first = runs("hybrid", generation=hybrid)
     assert first.status == 0, first.errors + first.console
-    waits = [json.loads(line) for line in (first.folder / ORDER_FILE).read_text().splitlines()]
+    waits = [json.loads(line) for line in (first.folder / CALLS_FILE).read_text().splitlines()]
     assert {engine for _, ended in waits for engines in ended for engine in engines} == {0, 1, 2}
     assert 0 < max(value(row, "queue/actor_share") for row in first.rows) < 1
-    again = runs("hybrid-again", generation=hybrid | {"replay": str(first.folder / ORDER_FILE)})
+    again = runs("hybrid-again", generation=hybrid | {"replay": str(first.folder / CALLS_FILE)})
     assert again.status == 0, again.errors + again.console
     assert again.weights == first.weights
 
