@@ -166,6 +166,11 @@ class ResourcePool:
                 call.wait()
         call_log().forget(self._unfinished())
 
+    @property
+    def is_closed(self) -> bool:
+        """True once its processes have been ended."""
+        return self._closed
+
     def settle(self) -> None:
         """Record the calls that have ended, without waiting and without raising their failures."""
         self._unfinished()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,8 +17,10 @@ CLOSING_S = 5
 class HttpServer(uvicorn.Server):
     """A server of an app of `room`, of which it answers all waits when it ends."""
 
-    def __init__(self, room: Room, app: FastAPI, host: str, port: int) -> None:
-        self._room = room
+    def __init__(
+        self, room: Room, app: FastAPI, host: str, port: int, at_shutdown: Callable[[], None]
+    ) -> None:
+        self._room, self._at_shutdown = room, at_shutdown
         config = uvicorn.Config(
             app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=CLOSING_S
         )
@@ -25,5 +28,6 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer those who wait with what is known so far, and end all connections."""
+        self._at_shutdown()
         self._room.results.release()
         await super().shutdown(sockets)

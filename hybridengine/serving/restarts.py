@@ -24,22 +24,24 @@ class Restarts:
         self.starts = 0
         """Number of times that the ranks have been started again."""
         self._ranks, self._most, self._restore = ranks, most, restore
-        self._number, self._last = 0, ""
+        self._number = 0
+        self._losses = set[str]()
+        """What the ranks were lost in, and how."""
 
     def is_first(self, what: str, error: Exception) -> bool:
-        """Return True if the ranks were lost in `what` without being its fault, and their last loss was another one."""
-        return isinstance(error, RanksLostError) and not error.unforeseen and self._is_new(what, error)
-
-    def _is_new(self, what: str, error: RanksLostError) -> bool:
-        seen = f"{what} {error.signature}"
-        repeated, self._last = seen == self._last, seen
-        return not repeated
+        """Return True if the ranks were lost in `what` without being its fault, and never in the same way before."""
+        if not isinstance(error, RanksLostError) or error.unforeseen:
+            return False
+        loss = f"{what} {error.signature}"
+        is_new = loss not in self._losses
+        self._losses.add(loss)
+        return is_new
 
     def recover(self, failure: RanksLostError) -> None:
         """Start the ranks again and restore what they held; raise WorkerError when that is no use any more."""
         if self.notice is not None:  # another thread has failed to
             raise WorkerError(f"{failure}\n{self.notice}, which failed") from failure
-        counted = not failure.unforeseen
+        counted, before = not failure.unforeseen, ""
         while True:
             if counted and self._number >= self._most:
                 raise WorkerError(
@@ -53,9 +55,9 @@ class Restarts:
             try:
                 self._ranks.restart()
             except Exception as error:
-                if not isinstance(error, RanksLostError) or not self._is_new("restart", error):
+                if not isinstance(error, RanksLostError) or error.signature == before:
                     raise WorkerError(f"{failure}\nthe ranks could not start again: {error}") from error
-                failure, counted = error, True
+                failure, counted, before = error, True, error.signature
                 continue
             try:
                 self._restore()
@@ -68,5 +70,5 @@ class Restarts:
 
 
 def cause_of(failure: BaseException) -> str:
-    """Return the first line of an error, which names role and rank of a failure on one."""
-    return str(failure).split("\n")[0] or type(failure).__name__
+    """Return the first line of an error, which names role and rank of a failure on one; of a database's, its own."""
+    return str(getattr(failure, "orig", None) or failure).split("\n")[0] or type(failure).__name__

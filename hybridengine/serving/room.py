@@ -209,8 +209,10 @@ class Room:
                 return request.id
             if self.failure is not None:
                 return request.id
+            session_id = self.store.get(Sampler if kind == "sample" else Model, owner).session_id
+            self._turns.seen(session_id)
             if kind == "sample":
-                self.store.session(self.store.get(Sampler, owner).session_id)
+                self.store.session(session_id)
                 self._add_samples(request)
             else:
                 self._turns.check(owner, seq_id)

@@ -237,10 +237,10 @@ class Sampling:
         callers = defaultdict[str, list[str]](list)
         for request in requests:
             callers["" if request.kind == PROMPT else request.owner].append(request.id)
-        if error.unforeseen and len(callers) > 1:  # one of them is the cause: the others are not to blame
-            self._parts += callers.values()
-        elif self._restarts.is_first(f"sample {request_ids[0]}", error):
+        if self._restarts.is_first(f"sample {request_ids[0]}", error):
             self._put_back(request_ids)
+        elif len(callers) > 1:  # one of them is the cause: the others are not to blame
+            self._parts += callers.values()
         else:
             self._finish(dict.fromkeys(request_ids, error))
         self._restarts.recover(error)

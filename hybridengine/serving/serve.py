@@ -7,6 +7,7 @@ import secrets
 import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -93,7 +94,9 @@ def serve(config: RunConfig) -> None:
         say(
             f"or OPENAI_BASE_URL=http://{section.host}:{section.port}/v1 OPENAI_API_KEY={_shown(section, key)}"
         )
-        server = HttpServer(room, create_app(room, key, tokenizer=tokenizer), section.host, section.port)
+        app = create_app(room, key, tokenizer=tokenizer)
+        ending = partial(say, "ending, once the ranks have carried out their present call")
+        server = HttpServer(room, app, section.host, section.port, ending)
         room.at_failure = threading.Timer(ANSWERING_S, setattr, (server, "should_exit", True)).start
         if room.failure is None:
             server.run([bound])

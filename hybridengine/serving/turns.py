@@ -106,6 +106,12 @@ class Turns:
                     f"it waited {self._limits.turn_s:.0f} s (serve.wait_s), and {self.wait_reason(model.id)}",
                 )
 
+    def seen(self, session_id: str) -> None:
+        """Take a request of a session for a sign of life, as a heartbeat is one."""
+        age_s = time.time() - self._store.get(ClientSession, session_id).heartbeat_s
+        if age_s > self._limits.heartbeat_s / 6:  # as often as clients send one
+            self._store.update(ClientSession, session_id, heartbeat_s=time.time())
+
     def wait_reason(self, owner: str) -> str | None:
         """Return who holds the ranks if `owner` is a model that waits for them."""
         model = self._store.find(Model, owner)

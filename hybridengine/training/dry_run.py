@@ -45,7 +45,8 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
         *_engine_lines(config),
         "roles: "
         + ", ".join(f"{holder.name} {holder.sizes}" for holder in model_holders(config))
-        + f" (p-t-d); generation {config.actor.generate} (p_g-t_g) in {generation.num_replicas} engine(s)"
+        + f" (p-t-d); {'the actor itself generates at' if config.engines else 'generation'} {config.actor.generate}"
+        + f" (p_g-t_g) in {generation.num_replicas} engine(s)"
         + (f", d_g={generation.micro_dp_size}" if generation.nests else ", sizes that do not nest"),
         f"switch: each rank receives at most {format_bytes(cost.received_bytes_max)}"
         f" ({cost.received_bytes_max / total:.1%} of the model), peak"
@@ -80,7 +81,12 @@ def _engine_lines(config: RunConfig) -> list[str]:
         else "generation waits for the bound alone: no trained token is older than"
         f" max_versions={bound.max_versions} (bound: {bound.bound})"
     )
-    return [f"engines: {len(config.engines)} of {gen} (p_g-t_g) in pool {name}{across}; {purpose}"]
+    received = format_bytes(engine_weight_bytes(config))
+    return [
+        f"engines: {len(config.engines)} of {gen} (p_g-t_g) in pool {name}{across}; {purpose}",
+        f"push: each of their ranks receives its {received} of weights with each version, in buckets of at most"
+        f" {format_bytes(config.actor.bucket_bytes)}; the trainers keep theirs",
+    ]
 
 
 def group_lines(config: RunConfig, cost: SwitchCost) -> list[str]:

@@ -84,8 +84,8 @@ class RunPools:
 
     @property
     def nodes(self) -> dict[str, tuple[str, ...]]:
-        """Address of each rank's node, by pool."""
-        return {name: pool.nodes for name, pool in self._pools.items()}
+        """Address of each rank's node, by pool, without engines that have ended."""
+        return {name: pool.nodes for name, pool in self._pools.items() if not pool.is_closed}
 
     def reserve(self) -> None:
         """Reserve nodes for all pools, in the order of the pools if they fit that way; idempotent."""

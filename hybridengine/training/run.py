@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from ray.exceptions import RayError
 from rich.console import Console
@@ -30,6 +31,7 @@ from hybridengine.redaction import without_secrets
 from hybridengine.report.console import summary_table
 from hybridengine.report.step_rows import read_rows
 from hybridengine.report.trackers import Trackers, missing_trackers
+from hybridengine.rollouts.order import read_order
 from hybridengine.training.dry_run import RANK_BYTES, cost_of, layout_lines
 from hybridengine.training.files import RunFiles, claim_run, keep_config, prepare_files
 from hybridengine.training.iterations import iterate
@@ -86,6 +88,8 @@ def train(config: RunConfig) -> None:
                     say(f"  {change}")
             for line in layout_lines(config, cost_of(config)):
                 say(line)
+            if config.generation.replay is not None:
+                read_order(Path(config.generation.replay))
             if config.engines and (warning := bound_warning(config)):
                 say(f"{warning} (if the trainer is as fast as full engines; --dry-run prints all prices)")
             trackers = begun.enter_context(run_trackers(config))

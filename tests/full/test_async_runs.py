@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,3 +255,18 @@ def test_an_engine_that_hangs_is_named_and_ends_the_run(runs: Runs) -> None:
     named += r"  rank 0 \(.*, pool engines\.0\): in _hang \("
     assert re.search(named, outcome.errors), outcome.errors
     assert time.monotonic() - begun_s < HANG_S / 2
+
+
+def test_a_run_goes_on_with_its_own_prompts_and_order_only(runs: Runs, resumed: Outcome) -> None:
+    """Each is said before ranks start, but for an order that does not fit."""
+    other = runs("other", f"generation.replay={resumed.folder / CALLS_FILE}", "data.batch_size=8")
+    assert other.status == 2, other.errors
+    assert re.search(
+        r"generation\.replay=\S+ has .* where step \d waits; name the file of a run with", other.errors
+    )
+    (resumed.folder / "final.json").unlink()
+    shutil.rmtree(resumed.folder / "final")
+    again = runs("killed", "resume=auto", "run.steps=8", "run.seed=8")
+    assert again.status == 2, again.errors
+    assert "were begun for other prompts: run.seed, the data, or the tokenizer has changed" in again.errors
+    assert "starting" not in again.console

@@ -34,7 +34,7 @@ class HttpServer:
             ranks, self.store, folder / "checkpoints", Limits(quiet_s=quiet_s, collect_s=collect_s)
         )
         app = create_app(self.room, KEY, **options)
-        self._server = http_server.HttpServer(self.room, app, "127.0.0.1", port)
+        self._server = http_server.HttpServer(self.room, app, "127.0.0.1", port, lambda: None)
         self._thread = threading.Thread(target=self._server.run)
         self._thread.start()
         while not self._server.started:

@@ -278,6 +278,12 @@ class Unjudged(Algorithm):
             ],
         ),
         (
+            ["algorithm.name=grpo", "algorithm.correction.low=0.5"],
+            [
+                "algorithm.correction.low=0.5 is not read by token_tis, which has no lower limit; leave it out, or choose"
+            ],
+        ),
+        (
             ["algorithm.name=grpo_from_engine", "algorithm.correction.high=3"],
             ["algorithm.correction is not read by algorithm.name=grpo_from_engine, which takes the engine's"],
         ),

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from hybridengine.data import datasets
-from hybridengine.data.datasets import DemonstrationDataset, PromptDataset, rows_after
+from hybridengine.data.datasets import DemonstrationDataset, PromptDataset, prompts_digest, rows_after
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from hybridengine.errors import DataError
 
@@ -84,6 +84,19 @@ def test_a_resume_needs_only_the_step(path, tokenizer):
     resumed = DemonstrationDataset(path, tokenizer, 20, 5, seed=3)
     assert [resumed.batch(step, 3)["row_ids"].tolist() for step in (7, 5)] == [seen[7], seen[5]]
     assert Counter(itertools.chain(*seen[:7])) == dict.fromkeys(range(7), 3)
+
+
+def test_the_digest_of_prompts_is_that_of_their_tokens(path, tmp_path, tokenizer):
+    prompts = PromptDataset(path, tokenizer, 20)
+    digest = prompts_digest(prompts, 1, [3, 4])
+    assert digest == prompts_digest(PromptDataset(path, tokenizer, 30), 1, [3, 4])
+    assert digest != prompts_digest(prompts, 1, [4, 3])
+    assert len({prompts_digest(prompts, seed, range(len(ROWS))) for seed in range(4)}) == 4
+    others = [row | {"prompt": f"1 + {row['prompt']}"} for row in ROWS]
+    (tmp_path / "others").mkdir()
+    assert digest != prompts_digest(
+        PromptDataset(write(tmp_path / "others", others), tokenizer, 20), 1, [3, 4]
+    )
 
 
 def test_long_prompts_are_all_named(tmp_path, tokenizer):

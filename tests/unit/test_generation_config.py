@@ -255,6 +255,15 @@ def test_the_70b_configuration(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert "warning" not in text
 
 
+def test_a_run_does_not_repeat_the_file_that_it_writes(file: Path) -> None:
+    own = loaded(file).calls_file
+    with pytest.raises(
+        ConfigError, match=r"is the file that this run writes itself; copy it, or choose another run.name"
+    ):
+        loaded(file, f"generation.replay={own}")
+    assert loaded(file, f"generation.replay={own}", "run.name=again").calls_file != own
+
+
 def test_an_order_of_calls_that_is_not_there_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"^generation.replay=/no/calls.jsonl is not a file; name one that exists$"

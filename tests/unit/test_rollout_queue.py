@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.config import load_config
 from hybridengine.config.sections import StalenessSection
 from hybridengine.errors import CheckpointError, WorkerError
 from hybridengine.rollouts.drawn import Drawn
-from hybridengine.rollouts.queue import Rollout, RolloutQueue, first_seed
+from hybridengine.rollouts.queue import Rollout, RolloutQueue, first_seed, read_queue, save_queue
+
+ROOT = Path(__file__).parents[2]
 
 
 def drawn(*news: tuple[int, int, bool], version: int = 0) -> Drawn:
@@ -198,6 +202,27 @@ def test_a_state_of_other_settings_is_refused(samples: int, prompts: int, eta: i
     with pytest.raises(CheckpointError, match=message):
         RolloutQueue(samples, prompts, 4, StalenessSection(max_versions=eta)).load_state(before.state())
     RolloutQueue(2, 3, 9, StalenessSection(max_versions=5)).load_state(before.state())
+
+
+def test_responses_in_flight_are_saved_with_their_prompts(tmp_path: Path) -> None:
+    run, file = load_config(ROOT / "configs/async-grpo.yaml"), tmp_path / "rollouts.safetensors"
+    queue = RolloutQueue.of(run)
+    first, second = queue.admit(2)
+    queue.record(drawn((first.number, 5, False), (second.number, 1, False)))
+    save_queue(queue, "ab" * 32, file)
+    found, digest = read_queue(run, file)
+    assert digest == "ab" * 32
+    assert [rollout.tokens for rollout in found.unfinished()] == [first.tokens, second.tokens]
+    assert found.prompts == queue.prompts
+    shorter = load_config(ROOT / "configs/async-grpo.yaml", ["rollout.max_response_tokens=4"])
+    with pytest.raises(
+        CheckpointError,
+        match="max_response_tokens=4 is less than the 5 tokens of a response in flight; resume with at",
+    ):
+        read_queue(shorter, file)
+    other = load_config(ROOT / "configs/async-grpo.yaml", ["data.batch_size=16"])
+    with pytest.raises(CheckpointError, match=r"data.batch_size=16 was 32"):
+        read_queue(other, file)
 
 
 def test_what_may_be_begun() -> None:

@@ -173,6 +173,43 @@ def test_a_sampler_that_fails_on_the_ranks_fails_alone(rooms: Rooms) -> None:
     assert ranks.calls == ["sample 3 live", *again, "sample 2 live", *again, "sample 1 live"]
 
 
+def test_after_two_losses_in_a_draw_its_callers_are_drawn_alone(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks, quiet_s=0.5, max_restarts=9)
+    model = begin(room)
+    bad, good = sampler(room, model, 1, 0), sampler(room, model, 2, 1)
+    ranks.calls.clear()
+    ranks.errors = {"sample 3 live": [lost(), lost()], "sample 2 live": [lost()]}
+    drawn = [room.submit(bad, 0, "sample", prompt()), room.submit(bad, 1, "sample", prompt())]
+    assert answer(room, room.submit(good, 0, "sample", prompt()))
+    for each in drawn:
+        with pytest.raises(RequestError, match="pass_rows died on rank 1"):
+            answer(room, each)
+    again = ["restart", "begin_model"]
+    together = ["sample 3 live", *again]
+    assert ranks.calls == [*together, *together, "sample 2 live", *again, "sample 1 live"]
+
+
+def test_requests_that_lose_the_ranks_in_turn_fail(rooms: Rooms) -> None:
+    ranks = TableRanks()
+    room = rooms.start(ranks, quiet_s=0.1, max_restarts=4)
+    model = begin(room)
+    sampling = sampler(room, model, 1)
+    ranks.free.clear()
+    ranks.errors = {"sample 1 live": [lost(), lost()], "forward_backward": [lost(), lost()]}
+    drawn, passed = (
+        room.submit(sampling, 0, "sample", prompt()),
+        room.submit(model, 2, "forward_backward", passing()),
+    )
+    ranks.free.set()
+    for each in (drawn, passed):
+        with pytest.raises(RequestError, match="pass_rows died on rank 1"):
+            answer(room, each)
+    assert begin(room)
+    assert ranks.calls.count("restart") == 4
+    assert room.failure is None
+
+
 def test_a_model_whose_restoring_loses_the_ranks_twice_is_stopped(rooms: Rooms) -> None:
     room = rooms.start(TableRanks())
     model = begin(room)

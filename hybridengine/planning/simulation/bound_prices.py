@@ -176,7 +176,10 @@ def price_lines(config: RunConfig) -> Iterator[str]:
     )
     yield from (f"  {line}" for line in table(rows, COLUMNS))
     if (lag := largest_lag(prices)) is not None:
-        yield f"both bounds are free (at most {NEGLIGIBLE:.0%} masked or slower) from staleness.max_versions={lag} on"
+        yield (
+            f"both bounds are free (at most {NEGLIGIBLE:.0%} masked or slower) from staleness.max_versions={lag} on, if"
+            " the trainer is as fast as full engines"
+        )
     else:
         span = longest_span(setting, math.inf)
         yield f"neither bound is free up to {SHOWN}: the longest responses take {span:.1f} iterations of full engines"
