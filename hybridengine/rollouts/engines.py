@@ -216,10 +216,11 @@ class Engines:
             if begins:
                 self._begin()
             places = self._next_ended(others) if repeated is None else repeated[len(ended)]
+            calling = {engine.number for engine in self._working if engine.call is not None}
+            if strange := {*places} - calling:
+                raise self._order.mismatch(f"the end of a call of engine {min(strange)}", step)
             for engine in self._working:
                 if engine.number in places:
-                    if engine.call is None:
-                        raise self._order.mismatch(f"the end of a call of engine {engine.number}", step)
                     for drawn in engine.take_drawn():
                         self.queue.record(drawn)
                         self._drawn_tokens[engine is self._own] += len(drawn.tokens)

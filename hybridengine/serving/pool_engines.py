@@ -44,9 +44,8 @@ class PoolEngines:
         self._engines = ()
         pushes, engines = self._groups.pushes, self._groups.engines
         with self._holding(weights):
-            pushes.push(next(self._numbers), engines)
-            calls, pushes.calls = pushes.calls, []
-            _results(calls)
+            if not pushes.push(next(self._numbers), engines):
+                next(engine for engine in engines if engine.has_died).raise_death()
         self._engines, self._name = engines, name
 
     @tells_of_loss
