@@ -115,10 +115,10 @@ def assert_weights(trained: Path, model: PreTrainedModel, before: dict[str, torc
     assert found.keys() == wanted.keys()
     for name, tensor in found.items():
         errors = (tensor - wanted[name]).abs()
-        # Adam divides by the gradient, so that float32 rounds the update of an element with almost none.
         assert errors.mean() < 1e-7, name
         assert (errors > 1e-6).double().mean() < 1e-3, name
-        assert errors.max() < 0.1 * engine_ranks.LR, name
+        # Adam divides by the gradient: of an element with almost none, rounding can decide a good part of the update.
+        assert errors.max() < engine_ranks.LR, name
         assert (tensor - before[name]).abs().max() > engine_ranks.LR, f"{name} was trained"
 
 
