@@ -18,10 +18,10 @@ if TYPE_CHECKING:  # the public names, which are read from here below
     from hybridengine.algorithms.masking import over_tokens
     from hybridengine.backends.engine import Engine, Request, Response, SamplingSettings, generate
     from hybridengine.backends.megatron.groups import initialize_globals
-    from hybridengine.backends.megatron.outputs import vocab_parallel_log_probs
     from hybridengine.backends.megatron.trainer import MegatronTrainer
     from hybridengine.backends.megatron.weights import load_weights
     from hybridengine.backends.policy import Policy
+    from hybridengine.backends.predictions import Predictions
     from hybridengine.backends.vllm.construction import EngineSettings
     from hybridengine.backends.vllm.engine import VllmEngine
     from hybridengine.backends.vllm.environment import rank_environment

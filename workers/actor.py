@@ -17,6 +17,7 @@ from hybridengine.algorithms.masking import response_mask
 from hybridengine.backends.engine import SamplingSettings
 from hybridengine.backends.megatron.model import available_names
 from hybridengine.backends.megatron.weights import save_weights
+from hybridengine.backends.predictions import Predictions
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.config import RunConfig
@@ -115,8 +116,8 @@ class ActorWorker(TrainedWorker):
     def update_supervised(self, batch: TensorDictBase) -> dict[str, float]:
         """Take one optimizer step on demonstrations; the loss is the mean negative log-probability of response tokens."""
 
-        def loss(logits: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
-            log_probs, _ = self.log_probs_of(logits, columns, temperature=1.0)
+        def loss(output: Predictions, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
+            log_probs, _ = self.log_probs_of(output, columns, temperature=1.0)
             total, count = -(log_probs * columns["mask"]).sum(), columns["mask"].sum()
             stats = LossStats({"warmup/loss": total.detach().clone()})
             return total, count.int(), (stats, int(count))
@@ -164,7 +165,7 @@ class ActorWorker(TrainedWorker):
         """
         names = ("log_probs", "entropies")
         result = self.forward_rows(
-            rollout, lambda logits, columns: dict(zip(names, self.log_probs_of(logits, columns), strict=True))
+            rollout, lambda output, columns: dict(zip(names, self.log_probs_of(output, columns), strict=True))
         )
         bound = self.run.guards.log_prob_drift
         if result is not None and bound is not None and "rollout_log_probs" in rollout.keys():  # noqa: SIM118
@@ -222,8 +223,8 @@ class ActorWorker(TrainedWorker):
         aggregation = Aggregation(section.loss_aggregation, self._divisor)
         columns_of = ["log_probs", "advantages", *produced]
 
-        def loss(logits: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
-            log_probs, entropies = self.log_probs_of(logits, columns)
+        def loss(output: Predictions, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
+            log_probs, entropies = self.log_probs_of(output, columns)
             mask = columns["mask"]
             total = _checked(policy_loss(log_probs, columns, algorithm, section, aggregation), algorithm.loss)
             total = total + entropy_bonus(entropies, mask, section.entropy_coef, aggregation)
@@ -247,8 +248,8 @@ class ActorWorker(TrainedWorker):
         told = (better > worse) & ~batch["dropped"][0::2] & ~batch["dropped"][1::2]
         batch["told"] = told.repeat_interleave(2)[:, None].expand_as(batch["ref_log_probs"]).clone()
 
-        def loss(logits: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
-            log_probs, _ = self.log_probs_of(logits, columns)
+        def loss(output: Predictions, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
+            log_probs, _ = self.log_probs_of(output, columns)
             keep = columns["told"][0::2, 0]
             found = preference_loss(log_probs, columns, algorithm, self.run.actor, aggregation)
             total = _checked(found, algorithm.loss)

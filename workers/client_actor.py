@@ -15,9 +15,9 @@ from torch import Tensor
 from hybridengine.algorithms.losses.client import client_loss
 from hybridengine.algorithms.losses.client_inputs import LOSS_COLUMNS, check_client_loss
 from hybridengine.backends.engine import SamplingSettings
-from hybridengine.backends.megatron.outputs import vocab_parallel_log_probs
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.backends.policy import MicroBatch
+from hybridengine.backends.predictions import Predictions
 from hybridengine.config import RunConfig
 from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.rows.batch import columns_of
@@ -101,15 +101,13 @@ class ClientActor(ActorWorker):
         settings = check_client_loss(loss, needed, settings)
         check_tokens(batch, self.shape.vocab_size)
 
-        def output(logits: Tensor, columns: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-            log_probs, _ = vocab_parallel_log_probs(
-                logits, columns["targets"], self.shape.vocab_size, self.model.groups.tp
-            )
+        def output(predictions: Predictions, columns: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            log_probs, _ = predictions.log_probs(columns["targets"])
             losses, metrics = client_loss(loss, log_probs, columns, columns["mask"], settings)
             return losses.sum(), {"log_probs": log_probs.detach()} | metrics
 
-        def summed(logits: Tensor, columns: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            total, found = output(logits, columns)
+        def summed(predictions: Predictions, columns: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            total, found = output(predictions, columns)
             return total, columns["mask"].sum().int(), found
 
         micro = cut_whole_rows(batch, self.max_tokens, ["tokens", "targets", *needed])
@@ -117,7 +115,7 @@ class ClientActor(ActorWorker):
         if backward:
             found = self.trainer.forward_backward(columns, summed)
         else:
-            found = self.trainer.forward(columns, lambda logits, batch: output(logits, batch)[1])
+            found = self.trainer.forward(columns, lambda predictions, batch: output(predictions, batch)[1])
         if not self.model.is_last_stage:
             return None
         log_probs = [(part, one.pop("log_probs")) for part, one in zip(micro, found, strict=True)]

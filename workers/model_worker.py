@@ -22,6 +22,7 @@ from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTrainer
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
+from hybridengine.backends.predictions import Predictions
 from hybridengine.config import RunConfig
 from hybridengine.config.role_sections import TrainedSection
 from hybridengine.errors import CheckpointError, DataError, ProtocolError
@@ -75,11 +76,11 @@ class ModelWorker:
         return TensorDict(columns, batch_size=[len(batch)])
 
     def log_probs_of(
-        self, logits: Tensor, columns: MicroBatch, temperature: float | None = None
+        self, predictions: Predictions, columns: MicroBatch, temperature: float | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies of response tokens, [b, r] each, by default at the rollout's temperature."""
         temperature = self.run.rollout.temperature if temperature is None else temperature
-        return response_log_probs(logits, columns, self.shape.vocab_size, self.model.groups.tp, temperature)
+        return response_log_probs(predictions, columns, temperature)
 
 
 class TrainedWorker(ModelWorker):

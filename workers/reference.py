@@ -23,7 +23,7 @@ class ReferenceWorker(ModelWorker):
     def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
         """Return `ref_log_probs` [B, R] of the response tokens."""
         return self.forward_rows(
-            rollout, lambda logits, columns: {"ref_log_probs": self.log_probs_of(logits, columns)[0]}
+            rollout, lambda output, columns: {"ref_log_probs": self.log_probs_of(output, columns)[0]}
         )
 
     @register(PROTO_3D, CLIENT_COLUMNS, optional=["draws"], returns_rows=True)

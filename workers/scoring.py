@@ -1,6 +1,6 @@
 """Log-probs of given tokens, without gradients: what the actor of a server and its reference have in common.
 
-Shapes: B rows, T positions, b and t those of a micro-batch, W the columns of the vocabulary on this rank.
+Shapes: B rows, T positions, b and t those of a micro-batch.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from hybridengine.backends.megatron.outputs import vocab_parallel_log_probs, vocab_parallel_top
 from hybridengine.backends.policy import MicroBatch
+from hybridengine.backends.predictions import Predictions, most_likely
 from hybridengine.errors import DataError
 from hybridengine.rows.batch import columns_of
 from hybridengine.rows.micro_batches import cut_whole_rows, gather_rows
@@ -24,27 +24,14 @@ def score_rows(worker: ModelWorker, batch: TensorDictBase, num_top: int) -> Tens
     the target of a position that has a seed there, and not 0, is drawn at temperature 1: `drawn` [B, T] has it.
     """
     check_tokens(batch, worker.shape.vocab_size)
-    group, vocab_size = worker.model.groups.tp, worker.shape.vocab_size
 
-    def output(logits: Tensor, columns: MicroBatch) -> dict[str, Tensor]:
+    def output(predictions: Predictions, columns: MicroBatch) -> dict[str, Tensor]:
         targets, found = columns["targets"], {}
         if "draws" in columns:
-            targets = found["drawn"] = _drawn(logits, targets, columns["draws"])
-        found["log_probs"], _ = vocab_parallel_log_probs(logits, targets, vocab_size, group)
-        found["top_ids"], found["top_log_probs"] = vocab_parallel_top(logits, num_top, vocab_size, group)
+            targets = found["drawn"] = _drawn(predictions, targets, columns["draws"])
+        found["log_probs"], _ = predictions.log_probs(targets)
+        found["top_ids"], found["top_log_probs"] = predictions.most_likely(num_top)
         return found
-
-    def _drawn(logits_btW: Tensor, targets_bt: Tensor, seeds_bt: Tensor) -> Tensor:
-        # the largest of the logits with Gumbel noise is a draw; each rank has noise for its part of the vocabulary
-        drawn = targets_bt.clone()
-        width = logits_btW.size(-1)
-        for row, position in (seeds_bt > 0).nonzero().tolist():
-            generator = torch.Generator().manual_seed(int(seeds_bt[row, position]))
-            noise = torch.empty(width * group.size()).exponential_(generator=generator).log().neg()
-            own = noise[group.rank() * width :][:width].to(logits_btW.device)
-            noisy = (logits_btW[row, position].detach().float() + own).view(1, 1, width)
-            drawn[row, position] = vocab_parallel_top(noisy, 1, vocab_size, group)[0].item()
-        return drawn
 
     names = ["tokens", "targets", *(["draws"] if "draws" in columns_of(batch) else [])]
     micro = cut_whole_rows(batch, worker.max_tokens, names)
@@ -59,6 +46,20 @@ def score_rows(worker: ModelWorker, batch: TensorDictBase, num_top: int) -> Tens
     for name in {"top_ids", "drawn"} & gathered.keys():
         gathered[name] = gathered[name].long()  # ids below 2^24 are exact in float32
     return TensorDict(gathered, batch_size=[len(batch)])  # type: ignore[arg-type]
+
+
+def _drawn(predictions_bt: Predictions, targets_bt: Tensor, seeds_bt: Tensor) -> Tensor:
+    """Return the targets, with a draw in place of each that has a seed."""
+    # The largest of the logits with Gumbel noise is a draw; each rank has noise for its part of the vocabulary.
+    drawn, group = targets_bt.clone(), predictions_bt.group
+    for row, position in (seeds_bt > 0).nonzero().tolist():
+        logits_1W = predictions_bt[row : row + 1, position].logits()
+        width = logits_1W.size(-1)
+        generator = torch.Generator().manual_seed(int(seeds_bt[row, position]))
+        noise = torch.empty(width * group.size()).exponential_(generator=generator).log().neg()
+        own = noise[group.rank() * width :][:width].to(logits_1W.device)
+        drawn[row, position] = most_likely(logits_1W + own, 1, predictions_bt.vocab_size, group)[0].item()
+    return drawn
 
 
 def check_tokens(batch: TensorDictBase, vocab_size: int) -> None:

@@ -3,7 +3,7 @@
 Megatron-core implements it (`backends/megatron/trainer.py`). Gradients that wait for their optimizer step are kept
 while a weight sync (`weights/hybrid_engine.py`) moves the weights to the engine.
 
-Shapes: B rows, T positions, R requested positions, W = padded vocabulary / t.
+Shapes: B rows, T positions, R requested positions.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from hybridengine.weights.hybrid_engine import TrainingSide
 MicroBatch = dict[str, Tensor]
 """Columns of some rows; `tokens` [B, T] is the model's input, the rest is passed to the output function.
 
-`positions` [B, R], if present, selects the positions at which logits are computed.
+`positions` [B, R], if present, selects the positions of `Predictions`.
 """
 
-OutputFunction = Callable[[Tensor, MicroBatch], dict[str, Tensor]]
-"""(model output [B, T, W], or [B, R, W] with `positions`, micro-batch) -> tensors by name."""
+OutputFunction = Callable[[Any, MicroBatch], dict[str, Tensor]]
+"""(model output, micro-batch) -> tensors by name. The output is `Predictions` of [B, T], or of [B, R] with `positions`;
+that of a model with a score head is a tensor of scores [B, T, labels]."""
 
-LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, Any]]
+LossFunction = Callable[[Any, MicroBatch], tuple[Tensor, Tensor, Any]]
 """(model output, micro-batch) -> (loss summed over tokens, number of tokens, additional result to collect)."""
 
 

@@ -65,9 +65,10 @@ def test_the_reference_scores_as_borrowed_weights_do_and_lost_ranks_come_back(tm
         for first, second in zip(of_reference, borrowed, strict=True):
             assert first.prompt_log_probs is not None
             assert second.prompt_log_probs is not None
-            np.testing.assert_array_equal(first.prompt_log_probs, second.prompt_log_probs)
+            # of batches of other shapes, whose matrix products may differ in the last bit
+            np.testing.assert_allclose(first.prompt_log_probs, second.prompt_log_probs, rtol=1e-6)
         for first, second in zip(of_reference[0].top_prompt or (), borrowed[0].top_prompt or (), strict=True):
-            np.testing.assert_array_equal(first, second)
+            np.testing.assert_allclose(first, second, rtol=1e-6)
         scored = of_reference[0].prompt_log_probs
         assert scored is not None
         assert of_reference[0].top_prompt is not None

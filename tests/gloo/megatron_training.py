@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from hybridengine.backends.megatron.groups import initialize_globals
-from hybridengine.backends.megatron.outputs import vocab_parallel_log_probs
 from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTrainer
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.backends.policy import LossFunction
+from hybridengine.backends.predictions import Predictions
 from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid
@@ -50,10 +50,10 @@ def make_trainer(
 def loss_of(trainer: MegatronTrainer) -> LossFunction:
     """Return the reference's loss as a sum over tokens; it collects (sum of the loss, number of tokens)."""
 
-    def language(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, tuple[float, int]]:
-        log_probs, _ = vocab_parallel_log_probs(
-            logits[:, :-1], batch["tokens"][:, 1:], trainer.shape.vocab_size, trainer.groups.tp
-        )
+    def language(
+        predictions: Predictions, batch: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, tuple[float, int]]:
+        log_probs, _ = predictions[:, :-1].log_probs(batch["tokens"][:, 1:])
         return _summed(-log_probs, reference.token_mask(batch, 1))
 
     def value(scores: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, tuple[float, int]]:

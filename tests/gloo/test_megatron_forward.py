@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hybridengine.backends.megatron.groups import initialize_globals
-from hybridengine.backends.megatron.outputs import vocab_parallel_log_probs
 from hybridengine.backends.megatron.trainer import MegatronModel
 from hybridengine.backends.megatron.weights import load_weights, save_weights
+from hybridengine.backends.predictions import Predictions
 from hybridengine.checkpoints.hf_files import HfWriter
 from hybridengine.errors import OutputError
 from hybridengine.families.registry import FAMILIES
@@ -59,12 +59,8 @@ def forward_and_export(
         model = MegatronModel(shape, Grid(TrainSizes.parse(sizes), order), rank, registry)
         load_weights(model, folder)
 
-        def output(
-            logits: Tensor, batch: dict[str, Tensor], model: MegatronModel = model
-        ) -> dict[str, Tensor]:
-            log_probs, entropy = vocab_parallel_log_probs(
-                logits[:, :-1], batch["tokens"][:, 1:], shape.vocab_size, model.groups.tp
-            )
+        def output(predictions: Predictions, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+            log_probs, entropy = predictions[:, :-1].log_probs(batch["tokens"][:, 1:])
             return {"log_probs": log_probs, "entropy": entropy}
 
         outputs = model.forward([{"tokens": tokens} for tokens in batches], output)

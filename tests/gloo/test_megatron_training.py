@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hybridengine.backends.megatron.weights import load_weights, save_weights
+from hybridengine.backends.predictions import Predictions
 from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid, RankOrder
@@ -183,8 +184,8 @@ def train_on_a_bad_row(rank: int, folder: Path, clip_grad: float) -> tuple[bool,
     good = loss_of(trainer)
     is_bad = grid.coordinate(rank).dp_rank == 1
 
-    def bad(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, object]:
-        loss, count, collected = good(logits, batch)
+    def bad(predictions: Predictions, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, object]:
+        loss, count, collected = good(predictions, batch)
         return loss * (float("nan") if is_bad else 1.0), count, collected
 
     result = trainer.train_step(reference.micro_batches(0, grid.coordinate(rank).dp_rank, 2), bad)

@@ -107,8 +107,8 @@ def _columns(tokens: list[int]) -> dict[str, torch.Tensor]:
 
 
 def _log_probs(trainer, tokens: list[int]) -> torch.Tensor:
-    def output(logits, columns):
-        values, _ = response_log_probs(logits, columns, trainer.shape.vocab_size, trainer.groups.tp, 1.0)
+    def output(predictions, columns):
+        values, _ = response_log_probs(predictions, columns, 1.0)
         return {"log_probs": values}
 
     return trainer.forward([_columns(tokens)], output)[0]["log_probs"][0].cpu()
@@ -126,8 +126,8 @@ TOKENS = [*PROMPT, *range(100, 100 + RESPONSE_TOKENS)]
 def _step(trainer) -> float | None:
     """Take an optimizer step towards `TOKENS`; return the gradient's norm."""
 
-    def loss(logits, columns):
-        values, _ = response_log_probs(logits, columns, trainer.shape.vocab_size, trainer.groups.tp, 1.0)
+    def loss(predictions, columns):
+        values, _ = response_log_probs(predictions, columns, 1.0)
         return -values.sum(), torch.tensor(values.numel(), dtype=torch.int, device="cuda"), None
 
     return trainer.train_step([_columns(TOKENS)], loss).grad_norm

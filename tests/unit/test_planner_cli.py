@@ -279,7 +279,7 @@ def test_models_that_fit_only_by_themselves(planned: Plan) -> None:
 
 def test_settings_that_would_do(planned: Plan) -> None:
     """With these settings, the same command finds a plan."""
-    kept = ("--nodes", "1", "actor.recompute=none", "critic.recompute=none", "actor.micro_batch_tokens=16384")
+    kept = ("--nodes", "1", "actor.recompute=none", "critic.recompute=none", "actor.micro_batch_tokens=12288")
     code, out, err = planned(*kept, config="configs/hybridflow-ppo.yaml")
     assert code == 2 and out == ""
     settings = re.findall(r"\w+\.(?:offload|recompute)=\w+", " ".join(err.split()))

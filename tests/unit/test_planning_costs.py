@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from hybridengine.backends.predictions import BLOCK_ENTRIES
 from hybridengine.config import load_config
 from hybridengine.errors import ConfigError
 from hybridengine.models.presets import resolve_model
@@ -301,14 +302,18 @@ def test_activations_of_a_layer_are_those_of_its_tensors() -> None:
     micro = MicroBatches(8, 100.0, 40.0, 50.0)
     tensors = 4 * 256 + (2 * 256 + 2 * 128 + 256 + 3 * 512) / 2
     sizes = TrainSizes(3, 2, 1)
-    logits = 3 * 4 * 40 * 1000 / 2
-    first, last = 3 * 2 * tensors * 100 * 2, 2 * tensors * 100 * 2 + logits
+    logits, gradient = 4 * 40 * 1000 / 2, (4 + 2) * 256 * 1000 / 2
+    at_last = 3 * logits + gradient
+    first, last = 3 * 2 * tensors * 100 * 2, 2 * tensors * 100 * 2 + at_last
     assert activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=True) == int(max(first, last))
     recomputed = (3 * 2 * 256 + tensors) * 100 * 2
     found = activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=True, recompute=True)
-    assert found == int(max(recomputed, (2 * 256 + tensors) * 100 * 2 + logits))
+    assert found == int(max(recomputed, (2 * 256 + tensors) * 100 * 2 + at_last))
     forward = activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=False)
-    assert forward == int(tensors * 100 * 2 + logits * 2 / 3)
+    assert forward == int(tensors * 100 * 2 + 2 * logits)
+    many = MicroBatches(1, 100.0, 1e6, 50.0)
+    forward = activation_bytes(SHAPE, sizes, "bfloat16", many, trains=False)
+    assert forward == int(tensors * 100 * 2 + 2 * 4 * BLOCK_ENTRIES)
 
 
 def test_engines_keep_pace_or_say_how_far_they_are_behind() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -14,11 +15,13 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 from hybridengine.backends.megatron.compat import stage_spec
 from hybridengine.backends.megatron.shim import device, device_shim, is_needed
+from hybridengine.backends.predictions import Predictions
 from hybridengine.errors import ConfigError
 from hybridengine.families.family import NameSet
 from hybridengine.families.registry import FAMILIES
@@ -49,9 +52,38 @@ class ScoreHead(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(num_labels, hidden_size, device=device()))
 
-    def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         """Return the scores [T, B, num_labels] in float32 of hidden states [T, B, H]."""
         return F.linear(hidden, self.weight).float(), None
+
+
+class VocabularyHead(nn.Module):
+    """Output layer of a language model: it selects positions, and leaves the logits to `Predictions`."""
+
+    def __init__(self, layer: ColumnParallelLinear, vocab_size: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.weight = layer.weight
+        """Rows of this rank; None if they are those of the embedding."""
+        self._vocab_size, self._group = vocab_size, group
+        self.positions_BR: Tensor | None = None
+        """Positions that are wanted; None for all."""
+
+    def forward(self, hidden_TBH: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """Return the hidden states at the wanted positions, [1, B·R, H], or all."""
+        if self.positions_BR is not None:
+            num_rows = hidden_TBH.size(1)
+            rows = torch.arange(num_rows, device=hidden_TBH.device).unsqueeze(1)
+            places = (self.positions_BR * num_rows + rows).flatten()
+            hidden_TBH = hidden_TBH.flatten(0, 1).index_select(0, places).unsqueeze(0)
+        return hidden_TBH, None
+
+    def predictions(self, output: Tensor, weight_WH: Tensor) -> Predictions:
+        """Return what a model's output, which it has transposed, predicts at the positions of its forward pass."""
+        if self.positions_BR is not None:
+            output = output.view(*self.positions_BR.shape, -1)
+        # Not in the forward pass: Megatron-core sums contiguous gradients alone, which that of a transpose is not.
+        hidden = copy_to_tensor_model_parallel_region(output, group=self._group)
+        return Predictions(hidden, weight_WH, self._vocab_size, self._group)
 
 
 def transformer_config(
@@ -128,9 +160,13 @@ def build_model(
             rope_scaling_factor=factor,
             pg_collection=groups,
         )
-        if last and shape.num_labels:
-            model.output_layer = ScoreHead(shape.hidden_size, shape.num_labels)  # type: ignore[assignment]
         _mark_sharded(model)
+        if last:
+            model.output_layer = (  # type: ignore[assignment]
+                ScoreHead(shape.hidden_size, shape.num_labels)
+                if shape.num_labels
+                else VocabularyHead(model.output_layer, shape.vocab_size, groups.tp)
+            )
         return model.to(device=device(), dtype=DTYPES[dtype])
 
 

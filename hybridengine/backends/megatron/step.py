@@ -7,47 +7,25 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from hybridengine.backends.megatron.model import VocabularyHead
 from hybridengine.backends.megatron.shim import device, device_shim
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction
 
 
-class WantedPositions:
-    """Restricts an output layer to requested positions: it receives hidden states [T, B, H] as [B·R, 1, H]."""
-
-    def __init__(self, output_layer: torch.nn.Module) -> None:
-        self.positions_BR: Tensor | None = None
-        """Requested positions; None for all."""
-        output_layer.register_forward_pre_hook(self._choose)
-
-    def _choose(self, layer: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if self.positions_BR is None:
-            return None
-        hidden_TBH, *others = inputs
-        num_rows = hidden_TBH.size(1)
-        rows = torch.arange(num_rows, device=hidden_TBH.device).unsqueeze(1)
-        places = (self.positions_BR * num_rows + rows).flatten()
-        return hidden_TBH.flatten(0, 1).index_select(0, places).unsqueeze(1), *others
-
-    def as_rows(self, logits: Tensor) -> Tensor:
-        """Return the layer's output [1, B·R, W] as [B, R, W]; logits of all positions unchanged."""
-        return logits if self.positions_BR is None else logits.view(*self.positions_BR.shape, -1)
-
-
 class PipelineRunner:
-    """Runs micro-batches through a rank's and its peers' parts of a model; `wanted` restricts the rank's output layer."""
+    """Runs micro-batches through a rank's and its peers' parts of `model`, which `module` may wrap."""
 
-    def __init__(
-        self, module: torch.nn.Module, groups: ProcessGroupCollection, wanted: WantedPositions | None = None
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, model: GPTModel, groups: ProcessGroupCollection) -> None:
         self.module = module
         self.groups = groups
-        self._wanted = wanted
+        self._model = model
         self._config = get_model_config(module)
         self._config.finalize_model_grads_func = self._note_tokens
         self._num_tokens: Tensor | None = None
@@ -61,9 +39,9 @@ class PipelineRunner:
         """Return the results of `output` for each micro-batch, in order; empty on all stages but the last."""
         self.module.eval()
 
-        def collect(model_output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            zero = model_output.new_zeros(())
-            return zero, torch.zeros((), dtype=torch.int, device=zero.device), output(model_output, batch)
+        def collect(model_output: Any, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            zero = torch.zeros((), device=device())
+            return zero, zero.int(), output(model_output, batch)
 
         with torch.no_grad():
             return self._run(batches, collect, forward_only=True)
@@ -103,13 +81,14 @@ class PipelineRunner:
             batch = next(iterator)
             tokens = batch["tokens"]
             positions = torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0)
-            if self._wanted is not None:
-                self._wanted.positions_BR = batch.get("positions")
+            head = self._model.output_layer if self.is_last_stage else None
+            if not isinstance(head, VocabularyHead):  # scores, or hidden states for the next stage
+                return model(tokens, positions, None), lambda output: loss(output, batch)
+            head.positions_BR = batch.get("positions")
             # Rows are padded on the right, so the causal mask alone hides the padding.
-            model_output = model(tokens, positions, None)
-            if self._wanted is not None:
-                model_output = self._wanted.as_rows(model_output)
-            return model_output, lambda output: loss(output, batch)
+            output = model(tokens, positions, None)
+            weight = self._model.shared_embedding_or_output_weight() if head.weight is None else head.weight
+            return output, lambda output: loss(head.predictions(output, weight), batch)
 
         with device_shim():
             run = get_forward_backward_func(pp_size=self.groups.pp.size(), vp_size=None)

@@ -21,7 +21,7 @@ from hybridengine.backends.megatron import compat
 from hybridengine.backends.megatron.groups import build_groups
 from hybridengine.backends.megatron.model import DTYPES, build_model
 from hybridengine.backends.megatron.shim import device, device_shim
-from hybridengine.backends.megatron.step import PipelineRunner, WantedPositions
+from hybridengine.backends.megatron.step import PipelineRunner
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
 from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.errors import DataError, StorageError
@@ -52,10 +52,7 @@ class MegatronModel:
         self.layout: Layout = megatron_layout(shape, grid, names)
         self._module = build_model(shape, grid.sizes, self.groups, dtype, names, recompute)
         self.weights = WeightStorage(self._parameters(), current=self._parameters)
-        # A last stage with a vocabulary; scores are read at any position.
-        has_logits = self._module.post_process and not shape.num_labels
-        self._wanted = WantedPositions(self._module.output_layer) if has_logits else None
-        self._runner = PipelineRunner(self._module, self.groups, self._wanted)
+        self._runner = PipelineRunner(self._module, self._module, self.groups)
 
     def _parameters(self) -> dict[str, Parameter]:
         return dict(self._module.named_parameters())
@@ -113,7 +110,7 @@ class MegatronTrainer(MegatronModel):
         buffers: Any = self._ddp.buffers
         self._gradients: list[Tensor] = [buffer.grad_data for buffer in buffers]
         self._gradient_bytes = [buffer.untyped_storage().nbytes() for buffer in self._gradients]
-        self._runner = PipelineRunner(self._ddp, self.groups, self._wanted)
+        self._runner = PipelineRunner(self._ddp, self._module, self.groups)
 
     def start_optimizer(
         self, settings: OptimizerSection, decay_steps: int = 1_000_000, offload: str = "none"

@@ -25,11 +25,11 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepa
 from hybridengine.backends.megatron.checkpoint import BackgroundSave, load_checkpoint, load_random
 from hybridengine.backends.megatron.groups import initialize_globals
 from hybridengine.backends.megatron.model import available_names
-from hybridengine.backends.megatron.outputs import vocab_parallel_log_probs
 from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTrainer
 from hybridengine.backends.megatron.weights import load_weights, save_weights
 from hybridengine.backends.policy import MicroBatch
+from hybridengine.backends.predictions import Predictions
 from hybridengine.errors import CheckpointError, DataError
 from hybridengine.integrations.verl import settings
 from hybridengine.integrations.verl_platform import VENDOR
@@ -156,14 +156,14 @@ class LanguageModelEngine(BaseEngine):
         parts, order = prepare_micro_batches(data=data, dp_group=group, same_micro_num_in_dp=True)
         parts = [part.to(device()) for part in parts]
 
-        def results(output: Tensor, columns: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        def results(output: Any, columns: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Any]]:
             part = parts[int(columns["number"])]
             found = self.outputs(output, columns["tokens"], part)
-            loss, metrics = torch.ones((), device=output.device), {}
+            loss, metrics = torch.ones((), device=device()), {}
             if loss_function is not None:
                 loss, metrics = loss_function(model_output=found, data=part, dp_group=group)
             told = {"model_output": detach_tree(found), "loss": loss.detach().item(), "metrics": metrics}
-            return loss / replicas, torch.ones((), dtype=torch.int, device=output.device), told
+            return loss / replicas, torch.ones((), dtype=torch.int, device=device()), told
 
         batches = [
             {"tokens": part["input_ids"].to_padded_tensor(0), "number": torch.tensor(number)}
@@ -177,14 +177,12 @@ class LanguageModelEngine(BaseEngine):
             return {}
         return postprocess_batch_func(output_lst=found, indices=order, data=data)
 
-    def outputs(self, logits_BTW: Tensor, tokens_BT: Tensor, part: TensorDict) -> dict[str, Tensor]:
+    def outputs(self, predictions: Predictions, tokens_BT: Tensor, part: TensorDict) -> dict[str, Tensor]:
         """Return jagged `log_probs` of the following tokens, and `entropy` if the batch asks for it."""
         temperature = part["temperature"]
         if isinstance(temperature, Tensor):  # one for each row
-            logits_BTW, temperature = logits_BTW / temperature.clamp(min=1e-8).view(-1, 1, 1), 1.0
-        following = tokens_BT.roll(-1, dims=1)
-        vocab_size, group = self.shape.vocab_size, self._built.groups.tp
-        log_probs, entropies = vocab_parallel_log_probs(logits_BTW, following, vocab_size, group, temperature)
+            temperature = temperature.clamp(min=1e-8).view(-1, 1)
+        log_probs, entropies = predictions.log_probs(tokens_BT.roll(-1, dims=1), temperature)
         found = {"log_probs": _jagged(log_probs, part["input_ids"])}
         if tu.get_non_tensor_data(part, "calculate_entropy", default=False):
             found["entropy"] = _jagged(entropies, part["input_ids"])

@@ -26,7 +26,9 @@ GRADIENT_BYTES = 4
 MOMENT_BYTES = 8
 """Bytes of Adam's two moments in float32."""
 LOGIT_COPIES = 3
-"""Number of float32 tensors of the logits' size kept for log-probs and entropies: logits, softmax, gradient."""
+"""Number of float32 tensors of a block of logits for log-probs and entropies: logits, softmax, gradient."""
+LOGIT_BLOCK = 2**25
+"""Largest number of logits that exist at a time, as in backends/predictions.py."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def activation_bytes(
 ) -> int:
     """Return the most bytes of activations that a pass keeps on a rank; `recompute` keeps only the input of each layer.
 
-    The fullest stage is the first, with the most micro-batches in flight, or the last, which has the logits.
+    The fullest stage is the first, with the most micro-batches in flight, or the last, with blocks of logits.
     """
     element = DTYPE_BYTES[dtype]
     layers = len(shape.split_layers(sizes.pp_size)[0])
@@ -152,6 +154,8 @@ def activation_bytes(
         first, last = kept * min(sizes.pp_size, micro.count) + again, kept + again
     logits = 0.0
     if not shape.num_labels:
-        copies = LOGIT_COPIES if trains else LOGIT_COPIES - 1
-        logits = copies * 4 * micro.response_tokens * shape.vocab_size / sizes.tp_size
+        copies, width = LOGIT_COPIES if trains else LOGIT_COPIES - 1, shape.vocab_size / sizes.tp_size
+        logits = copies * 4 * min(LOGIT_BLOCK, micro.response_tokens * width)
+        if trains:  # the weight's gradient, summed over blocks in float32
+            logits += (4 + element) * width * shape.hidden_size
     return int(max(first * element * micro.tokens, last * element * micro.tokens + logits))

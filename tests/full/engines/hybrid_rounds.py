@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hybridengine.backends.engine import Response, SamplingSettings, generate
 from hybridengine.backends.megatron.groups import initialize_globals
-from hybridengine.backends.megatron.outputs import vocab_parallel_log_probs
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.backends.megatron.weights import load_weights, save_weights
+from hybridengine.backends.predictions import Predictions
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.backends.vllm.groups import SHARED_MEMORY
@@ -261,10 +261,8 @@ def _log_probs(
             tokens[row, : len(sequence)] = torch.tensor(sequence)
         batches.append({"tokens": tokens})
 
-    def output(logits: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        log_probs, _ = vocab_parallel_log_probs(
-            logits[:, :-1], batch["tokens"][:, 1:], shape.vocab_size, trainer.groups.tp, TEMPERATURE
-        )
+    def output(predictions: Predictions, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        log_probs, _ = predictions[:, :-1].log_probs(batch["tokens"][:, 1:], TEMPERATURE)
         return {"log_probs": log_probs}
 
     results = trainer.forward(batches, output)
@@ -283,10 +281,8 @@ def _train(trainer: MegatronTrainer, shape: ModelShape) -> None:
     """Take two large optimizer steps towards random tokens, the same on every replica."""
     tokens = torch.randint(0, shape.vocab_size, (4, 20), generator=torch.Generator().manual_seed(1))
 
-    def loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, None]:
-        log_probs, _ = vocab_parallel_log_probs(
-            logits[:, :-1], batch["tokens"][:, 1:], shape.vocab_size, trainer.groups.tp
-        )
+    def loss(predictions: Predictions, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, None]:
+        log_probs, _ = predictions[:, :-1].log_probs(batch["tokens"][:, 1:])
         return -log_probs.sum(), torch.tensor(log_probs.numel(), dtype=torch.int32), None
 
     for _ in range(2):

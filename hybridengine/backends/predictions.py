@@ -1,0 +1,193 @@
+"""The next token's distribution at some positions, from hidden states and a vocabulary that is sharded over ranks.
+
+The group of the shards is explicit: Megatron-core's vocab-parallel cross entropy uses a global group and does not
+support padding. Logits exist for a block of tokens at a time, in the forward and in the backward pass, as in the fused
+linear cross entropy of Liger Kernel (arXiv 2410.10989, section 3.2), here with a sharded vocabulary and entropies.
+
+Shapes: B (b) rows, T (t) positions, H hidden size, W = padded vocabulary / t, N = B·T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BLOCK_ENTRIES = 2**25
+"""Largest number of logits that exist at a time: 128 MiB in float32."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Distributions over the vocabulary that follow some positions, differentiable in hidden states and weight."""
+
+    hidden_BTH: Tensor
+    """Hidden states; their gradient is this rank's part, which whoever made them sums over the group."""
+    weight_WH: Tensor
+    """This rank's rows of the output layer's weight."""
+    vocab_size: int
+    """Size of the vocabulary; later rows of the weight are padding, whose probability is zero."""
+    group: dist.ProcessGroup
+    """Ranks with the other rows of the weight, which call the same methods."""
+
+    def __getitem__(self, index: Any) -> Predictions:
+        """Return the predictions of some rows and positions, such as `[:, :-1]`."""
+        return replace(self, hidden_BTH=self.hidden_BTH[index])
+
+    def log_probs(self, targets_BT: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+        """Return (log-probability of each target, entropy) under softmax(logits / temperature), both [B, T] float32.
+
+        A tensor of temperatures is broadcast to the targets.
+        """
+        return _LogProbs.apply(  # type: ignore[no-any-return]
+            self.hidden_BTH, self.weight_WH, targets_BT, temperature, self.vocab_size, self.group
+        )
+
+    def most_likely(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return (ids, log-probabilities) of the most likely tokens, both [B, T, count], the most likely first.
+
+        Not differentiable. `count` is at most the size of the vocabulary.
+        """
+        hidden_NH = self.hidden_BTH.detach().flatten(0, -2)
+        parts = [
+            most_likely(_logits(hidden_NH[rows], self.weight_WH.detach()), count, self.vocab_size, self.group)
+            for rows in _blocks(hidden_NH, self.weight_WH)
+        ]
+        shape = *self.hidden_BTH.shape[:-1], count
+        ids, log_probs = (torch.cat(part).view(shape) for part in zip(*parts, strict=True))
+        return ids, log_probs
+
+    def logits(self) -> Tensor:
+        """Return this rank's logits of all tokens, [B, T, W] float32, which need as much memory."""
+        return _logits(self.hidden_BTH, self.weight_WH)
+
+
+def most_likely(
+    logits_NW: Tensor, count: int, vocab_size: int, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Return (ids, log-probabilities) of the most likely tokens by sharded logits, both [N, count]."""
+    width = logits_NW.size(-1)
+    own = torch.arange(width, device=logits_NW.device) + group.rank() * width
+    logits_NW = logits_NW.masked_fill(own >= vocab_size, float("-inf"))
+    found = logits_NW.topk(min(count, width))
+    parts = [logits_NW.logsumexp(-1, keepdim=True), found.values, own[found.indices].to(found.values.dtype)]
+    part = torch.cat(parts, -1).contiguous()  # ids below 2^24 are exact in float32
+    gathered = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(gathered, part, group=group)
+    totals, values, ids = zip(
+        *(one.split([1, *[(one.size(-1) - 1) // 2] * 2], -1) for one in gathered), strict=True
+    )
+    top = torch.cat(values, -1).topk(count)
+    log_probs = top.values - torch.cat(totals, -1).logsumexp(-1, keepdim=True)
+    return torch.cat(ids, -1).gather(-1, top.indices).long(), log_probs
+
+
+class _LogProbs(torch.autograd.Function):
+    """Each rank sums over its part of the vocabulary, relative to its own largest logit; two small messages join them."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden_BTH: Tensor,
+        weight_WH: Tensor,
+        targets_BT: Tensor,
+        temperature: float | Tensor,
+        vocab_size: int,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor]:
+        hidden_NH, width = hidden_BTH.flatten(0, -2), len(weight_WH)
+        first, num_tokens = group.rank() * width, targets_BT.numel()
+        weight_VH = weight_WH[: max(0, min(width, vocab_size - first))]
+        temperature_N1 = _per_token(temperature, targets_BT)
+        local_N = targets_BT.flatten() - first
+        here_N = (local_N >= 0) & (local_N < len(weight_VH))
+        column_N1 = local_N.clamp(0, max(0, len(weight_VH) - 1)).unsqueeze(-1)
+        largest_N, (total_N, weighted_N, target_N) = (
+            hidden_NH.new_full((num_tokens,), torch.finfo(torch.float32).min, dtype=torch.float32),
+            hidden_NH.new_zeros(3, num_tokens, dtype=torch.float32),
+        )
+        for rows in _blocks(hidden_NH, weight_WH) if len(weight_VH) else ():
+            scaled = _logits(hidden_NH[rows], weight_VH).div_(temperature_N1[rows])
+            target_N[rows] = scaled.gather(-1, column_N1[rows]).squeeze(-1)
+            largest_N[rows] = scaled.amax(-1)
+            scaled -= largest_N[rows].unsqueeze(-1)
+            exponentials = scaled.exp()
+            total_N[rows] = exponentials.sum(-1)
+            weighted_N[rows] = exponentials.mul_(scaled).sum(-1)
+        own_N = largest_N
+        if group.size() > 1:
+            largest_N = own_N.clone()
+            dist.all_reduce(largest_N, op=dist.ReduceOp.MAX, group=group)
+            shift_N = own_N - largest_N
+            factor_N = shift_N.exp()
+            sums = torch.stack(
+                [total_N * factor_N, (weighted_N + shift_N * total_N) * factor_N, target_N - largest_N]
+            )
+            sums[2].masked_fill_(~here_N, 0.0)
+            dist.all_reduce(sums, group=group)
+            total_N, weighted_N, target_N = sums
+        else:
+            target_N = target_N - largest_N
+        log_total_N, mean_N = total_N.log(), weighted_N / total_N
+        ctx.save_for_backward(
+            hidden_BTH, weight_WH, temperature_N1, largest_N, log_total_N, mean_N, column_N1, here_N
+        )
+        ctx.num_valid = len(weight_VH)
+        ctx.set_materialize_grads(False)
+        return (target_N - log_total_N).view_as(targets_BT), (log_total_N - mean_N).view_as(targets_BT)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropies: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden_BTH, weight_WH, temperature_N1, largest_N, log_total_N, mean_N, column_N1, here_N = (
+            ctx.saved_tensors
+        )
+        hidden_NH, weight_VH = hidden_BTH.flatten(0, -2), weight_WH[: ctx.num_valid]
+        for_hidden, for_weight = ctx.needs_input_grad[:2]
+        grad_hidden_NH = torch.zeros_like(hidden_NH)
+        grad_weight_WH = torch.zeros_like(weight_WH, dtype=torch.float32) if for_weight else None
+        for rows in _blocks(hidden_NH, weight_WH) if len(weight_VH) else ():
+            # d log p(y) / dz = onehot(y) - p;  dH / dz = -p (z - E[z])
+            scaled = _logits(hidden_NH[rows], weight_VH).div_(temperature_N1[rows])
+            scaled -= largest_N[rows].unsqueeze(-1)
+            probs = (scaled - log_total_N[rows].unsqueeze(-1)).exp_()
+            grad = torch.zeros_like(probs)
+            if grad_entropies is not None:
+                by_entropy = grad_entropies.flatten()[rows].unsqueeze(-1)
+                grad -= scaled.sub_(mean_N[rows].unsqueeze(-1)).mul_(probs).mul_(by_entropy)
+            if grad_log_probs is not None:
+                by_log_prob = grad_log_probs.flatten()[rows].unsqueeze(-1)
+                grad -= probs.mul_(by_log_prob)
+                grad.scatter_add_(-1, column_N1[rows], by_log_prob * here_N[rows].unsqueeze(-1))
+            grad = grad.div_(temperature_N1[rows]).to(hidden_NH.dtype)
+            if for_hidden:
+                grad_hidden_NH[rows] = grad @ weight_VH
+            if grad_weight_WH is not None:
+                grad_weight_WH[: ctx.num_valid] += grad.T @ hidden_NH[rows]
+        return (
+            grad_hidden_NH.view_as(hidden_BTH) if for_hidden else None,
+            None if grad_weight_WH is None else grad_weight_WH.to(weight_WH.dtype),
+            *[None] * 4,
+        )
+
+
+def _logits(hidden: Tensor, weight_WH: Tensor) -> Tensor:
+    """Return logits in float32, rounded to the model's own type before, as engines round theirs."""
+    return torch.nn.functional.linear(hidden, weight_WH).float()
+
+
+def _per_token(temperature: float | Tensor, targets_BT: Tensor) -> Tensor:
+    """Return the temperature of each token, [N, 1] float32."""
+    found = torch.as_tensor(temperature, dtype=torch.float32, device=targets_BT.device)
+    return found.expand_as(targets_BT).reshape(-1, 1)
+
+
+def _blocks(hidden_NH: Tensor, weight_WH: Tensor) -> Iterator[slice]:
+    """Yield the tokens of each block."""
+    size = max(1, BLOCK_ENTRIES // max(1, len(weight_WH)))
+    return (slice(begin, begin + size) for begin in range(0, len(hidden_NH), size))

@@ -1,0 +1,186 @@
+"""Log-probs, entropies, likeliest tokens and gradients on a sharded vocabulary, beside float64 autograd on all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from hybridengine.backends import predictions
+from hybridengine.backends.predictions import Predictions
+from hybridengine.topology.grid import Grid
+from hybridengine.topology.sizes import TrainSizes
+from hybridengine.weights.process_groups import ProcessGroups
+from tests.gloo.ranks import RankLauncher
+
+VOCAB, PADDED, HIDDEN, ROWS, POSITIONS = 131, 192, 16, 3, 5
+"""At t = 4 the third shard of the vocabulary is partly padding and the fourth entirely."""
+SIZES = ("1-1-4", "1-2-2", "1-4-1")
+TEMPERATURES = (1.0, 0.7, "by row")
+BLOCKS = (1, 2**25)
+"""Logits of a block: those of one token, or all."""
+NUM_TOP = 50
+
+
+@dataclass
+class Case:
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    temperature: float | Tensor
+    grads: tuple[Tensor, Tensor]
+    """Gradients of log-probs and entropies."""
+
+
+@dataclass
+class Found:
+    log_probs: Tensor
+    entropies: Tensor
+    hidden_grad: Tensor
+    weight_grad: Tensor
+    ids: Tensor
+    top_log_probs: Tensor
+
+
+def make_case(dtype: torch.dtype, temperature: float | str) -> Case:
+    """Return a case with garbage as padding, and one token that has nearly all probability."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(ROWS, POSITIONS, HIDDEN, generator=generator)
+    weight = torch.randn(PADDED, HIDDEN, generator=generator)
+    weight[VOCAB:] = 50.0
+    weight[7] = 90.0 * hidden[0, 0] / hidden[0, 0].square().sum()  # overflows without a common maximum
+    targets = torch.randint(0, VOCAB, (ROWS, POSITIONS), generator=generator)
+    targets[0, :3] = torch.tensor([0, 95, 130])  # first and last rows of shards
+    by_row = torch.tensor([[0.7], [1.0], [1.3]])
+    grads = (
+        torch.randn(ROWS, POSITIONS, generator=generator),
+        torch.randn(ROWS, POSITIONS, generator=generator),
+    )
+    divisor = by_row if isinstance(temperature, str) else temperature
+    return Case(hidden.to(dtype), weight.to(dtype), targets, divisor, grads)
+
+
+def cases(dtype: torch.dtype) -> Iterator[tuple[str, Case, int]]:
+    for sizes in SIZES:
+        for temperature in TEMPERATURES:
+            for block in BLOCKS:
+                yield sizes, make_case(dtype, temperature), block
+
+
+def on_own_shard(rank: int, dtype: torch.dtype) -> list[Found]:
+    """Return what this rank finds for every size, temperature and block."""
+    registry = ProcessGroups()
+    results = []
+    for sizes, case, block in cases(dtype):
+        grid = Grid(TrainSizes.parse(sizes))
+        group = registry.of(grid.groups("tp"))
+        width = PADDED // grid.sizes.tp_size
+        first = grid.coordinate(rank).tp_rank * width
+        predictions.BLOCK_ENTRIES = block
+        hidden = case.hidden.clone().requires_grad_()
+        weight = case.weight[first : first + width].clone().requires_grad_()
+        one = Predictions(hidden, weight, VOCAB, group)
+        log_probs, entropies = one.log_probs(case.targets, case.temperature)
+        torch.autograd.backward([log_probs, entropies], [*case.grads])
+        assert hidden.grad is not None
+        assert weight.grad is not None
+        assert weight.grad.dtype == hidden.grad.dtype == dtype
+        partial = hidden.grad.double()
+        torch.distributed.all_reduce(partial, group=group)
+        top = one.most_likely(NUM_TOP)
+        results.append(Found(log_probs.detach(), entropies.detach(), partial, weight.grad, *top))
+    return results
+
+
+def expected(case: Case) -> Found:
+    """Return the values of all logits in float64, rounded as the model's type rounds them."""
+    hidden, weight = (one.double().requires_grad_() for one in (case.hidden, case.weight[:VOCAB]))
+    exact = hidden @ weight.T
+    logits = exact + (exact.detach().to(case.hidden.dtype).double() - exact.detach())
+    divisor = (
+        case.temperature[..., None].double() if isinstance(case.temperature, Tensor) else case.temperature
+    )
+    every = (logits / divisor).log_softmax(-1)
+    log_probs = every.gather(-1, case.targets[..., None])[..., 0]
+    entropies = -(every.exp() * every).sum(-1)
+    torch.autograd.backward([log_probs, entropies], [one.double() for one in case.grads])
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    top = logits.detach().log_softmax(-1).topk(NUM_TOP)
+    return Found(log_probs.detach(), entropies.detach(), hidden.grad, weight.grad, top.indices, top.values)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_values_and_gradients_on_every_tensor_parallel_size(
+    dtype: torch.dtype, tolerance: float, run_ranks: RankLauncher
+):
+    by_rank = run_ranks(4, on_own_shard, dtype)
+    for index, (sizes, case, _) in enumerate(cases(dtype)):
+        right, grid = expected(case), Grid(TrainSizes.parse(sizes))
+        for rank, results in enumerate(by_rank):
+            found, width = results[index], PADDED // grid.sizes.tp_size
+            first = grid.coordinate(rank).tp_rank * width
+            for name in ("log_probs", "entropies", "hidden_grad", "top_log_probs"):
+                one, other = getattr(found, name).double(), getattr(right, name)
+                torch.testing.assert_close(one, other, atol=2 * tolerance, rtol=tolerance, msg=name)
+            own = right.weight_grad[first : first + width]
+            torch.testing.assert_close(
+                found.weight_grad[: len(own)].double(), own, atol=2 * tolerance, rtol=tolerance
+            )
+            assert not found.weight_grad[len(own) :].any(), "padding takes no gradient"
+            if dtype is torch.float32:  # in bfloat16 tokens have equal logits
+                assert torch.equal(found.ids, right.ids)
+
+
+def whole(rank: int) -> None:
+    case, group = make_case(torch.float32, 1.0), torch.distributed.group.WORLD
+    assert group is not None
+    frozen = case.weight[:VOCAB]
+    hidden = case.hidden.clone().requires_grad_()
+    one = Predictions(hidden, frozen, VOCAB, group)
+    log_probs, _ = one[:, 1:].log_probs(case.targets[:, 1:])
+    log_probs.sum().backward()
+    assert frozen.grad is None
+    assert hidden.grad is not None
+    assert not hidden.grad[:, 0].any()
+    assert hidden.grad[:, 1:].any()
+    every = one.logits().log_softmax(-1).gather(-1, case.targets[..., None])[..., 0]
+    torch.testing.assert_close(log_probs, every[:, 1:])
+
+
+def test_some_positions_and_a_frozen_weight(run_ranks: RankLauncher):
+    run_ranks(1, whole)
+
+
+TOKENS, WIDTH, MODEL = 16_384, 152_064 // 4, 3584
+"""Qwen2.5-7B at t = 4, and the tokens of a micro-batch."""
+
+
+def peak_bytes(rank: int) -> int:
+    """Return the bytes of all tensors at the fullest moment of a forward and a backward pass, without touching them."""
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    with FakeTensorMode(), MemTracker() as tracker:
+        hidden = torch.empty(1, TOKENS, MODEL, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(WIDTH, MODEL, dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.empty(1, TOKENS, dtype=torch.int64)
+        log_probs, entropies = Predictions(hidden, weight, WIDTH, group).log_probs(targets)
+        (log_probs.sum() + entropies.sum()).backward()
+    snapshot: Any = tracker.get_tracker_snapshot("peak")
+    return snapshot[torch.device("cpu")]["Total"]
+
+
+def test_logits_of_all_tokens_never_exist(run_ranks: RankLauncher):
+    (peak,) = run_ranks(1, peak_bytes)
+    weight, hidden, block = WIDTH * MODEL, TOKENS * MODEL, predictions.BLOCK_ENTRIES
+    given = 2 * (weight + hidden)
+    grads = (2 + 4) * weight + 2 * hidden
+    assert peak <= given + grads + 3 * 4 * block
+    assert given + grads < 1.4e9
+    assert 4 * TOKENS * WIDTH > 2.4e9, "float32 logits of all tokens, of which there were four"
