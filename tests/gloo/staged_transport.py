@@ -52,7 +52,7 @@ class StagedTransport(PointToPointTransport):
 
     def reach(self, name: str, messages: Messages) -> None:
         if id(messages) in _buckets:
-            bucket, step = _buckets[id(messages)]
+            _, bucket, step = _buckets[id(messages)]
             received = tuple(each.tensor for each in messages.operations if each.op is dist.irecv)
             self._at_stage(Stage(name, bucket, step, received))
 
@@ -82,8 +82,8 @@ class _StagedPending(Pending):
         self._pending.abandon()
 
 
-_buckets: dict[int, tuple[Bucket, int]] = {}
-"""id of messages -> (their bucket, step)."""
+_buckets: dict[int, tuple[Messages, Bucket, int]] = {}
+"""id of messages -> (the messages, their bucket, step); kept, as digests could get the id of messages that are gone."""
 
 
 @contextlib.contextmanager
@@ -94,7 +94,7 @@ def stages_known() -> Iterator[None]:
     def build_and_note(builder: ProgramBuilder, bucket: Bucket, *args: Any) -> Program:
         program = build(builder, bucket, *args)
         for number, step in enumerate(program.steps):
-            _buckets[id(step.messages)] = bucket, number
+            _buckets[id(step.messages)] = step.messages, bucket, number
         transport = builder._transport
         if program.steps or not isinstance(transport, StagedTransport):
             return program
@@ -103,3 +103,4 @@ def stages_known() -> Iterator[None]:
 
     with mock.patch.object(ProgramBuilder, "build", build_and_note):
         yield
+    _buckets.clear()
