@@ -9,7 +9,7 @@ Shapes: B (b) rows, T (t) positions, H hidden size, W = padded vocabulary / t, N
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,10 +52,10 @@ class Predictions:
 
         Not differentiable. `count` is at most the size of the vocabulary.
         """
-        hidden_NH = self.hidden_BTH.detach().flatten(0, -2)
+        hidden_NH, weight_WH = self.hidden_BTH.detach().flatten(0, -2), self.weight_WH.detach()
         parts = [
-            most_likely(_logits(hidden_NH[rows], self.weight_WH.detach()), count, self.vocab_size, self.group)
-            for rows in _blocks(hidden_NH, self.weight_WH)
+            most_likely(_logits(hidden_NH[rows], weight_WH, logits), count, self.vocab_size, self.group)
+            for rows, (logits,) in _blocks(hidden_NH, weight_WH, num_buffers=1)
         ]
         shape = *self.hidden_BTH.shape[:-1], count
         ids, log_probs = (torch.cat(part).view(shape) for part in zip(*parts, strict=True))
@@ -63,7 +63,7 @@ class Predictions:
 
     def logits(self) -> Tensor:
         """Return this rank's logits of all tokens, [B, T, W] float32, which need as much memory."""
-        return _logits(self.hidden_BTH, self.weight_WH)
+        return torch.nn.functional.linear(self.hidden_BTH, self.weight_WH).float()
 
 
 def most_likely(
@@ -110,12 +110,12 @@ class _LogProbs(torch.autograd.Function):
             hidden_NH.new_full((num_tokens,), torch.finfo(torch.float32).min, dtype=torch.float32),
             hidden_NH.new_zeros(3, num_tokens, dtype=torch.float32),
         )
-        for rows in _blocks(hidden_NH, weight_WH) if len(weight_VH) else ():
-            scaled = _logits(hidden_NH[rows], weight_VH).div_(temperature_N1[rows])
+        for rows, (logits, other) in _blocks(hidden_NH, weight_VH, num_buffers=2):
+            scaled = _logits(hidden_NH[rows], weight_VH, logits).div_(temperature_N1[rows])
             target_N[rows] = scaled.gather(-1, column_N1[rows]).squeeze(-1)
             largest_N[rows] = scaled.amax(-1)
             scaled -= largest_N[rows].unsqueeze(-1)
-            exponentials = scaled.exp()
+            exponentials = torch.exp(scaled, out=other)
             total_N[rows] = exponentials.sum(-1)
             weighted_N[rows] = exponentials.mul_(scaled).sum(-1)
         own_N = largest_N
@@ -149,26 +149,37 @@ class _LogProbs(torch.autograd.Function):
         )
         hidden_NH, weight_VH = hidden_BTH.flatten(0, -2), weight_WH[: ctx.num_valid]
         for_hidden, for_weight = ctx.needs_input_grad[:2]
+        by_log_prob_N1, by_entropy_N1 = (
+            torch.zeros_like(temperature_N1) if grad is None else grad.reshape(-1, 1) / temperature_N1
+            for grad in (grad_log_probs, grad_entropies)
+        )
         grad_hidden_NH = torch.zeros_like(hidden_NH)
         grad_weight_WH = torch.zeros_like(weight_WH, dtype=torch.float32) if for_weight else None
-        for rows in _blocks(hidden_NH, weight_WH) if len(weight_VH) else ():
+        num_buffers = 1 if grad_entropies is None else 2
+        for rows, (logits, *others) in _blocks(hidden_NH, weight_VH, num_buffers):
             # d log p(y) / dz = onehot(y) - p;  dH / dz = -p (z - E[z])
-            scaled = _logits(hidden_NH[rows], weight_VH).div_(temperature_N1[rows])
+            scaled = _logits(hidden_NH[rows], weight_VH, logits).div_(temperature_N1[rows])
             scaled -= largest_N[rows].unsqueeze(-1)
-            probs = (scaled - log_total_N[rows].unsqueeze(-1)).exp_()
-            grad = torch.zeros_like(probs)
-            if grad_entropies is not None:
-                by_entropy = grad_entropies.flatten()[rows].unsqueeze(-1)
-                grad -= scaled.sub_(mean_N[rows].unsqueeze(-1)).mul_(probs).mul_(by_entropy)
-            if grad_log_probs is not None:
-                by_log_prob = grad_log_probs.flatten()[rows].unsqueeze(-1)
-                grad -= probs.mul_(by_log_prob)
-                grad.scatter_add_(-1, column_N1[rows], by_log_prob * here_N[rows].unsqueeze(-1))
-            grad = grad.div_(temperature_N1[rows]).to(hidden_NH.dtype)
+            log_total = log_total_N[rows].unsqueeze(-1)
+            if grad_entropies is None:
+                grad = scaled.sub_(log_total).exp_().mul_(by_log_prob_N1[rows])
+            else:
+                grad = torch.sub(scaled, log_total, out=others[0]).exp_()
+                grad *= (
+                    scaled.sub_(mean_N[rows].unsqueeze(-1))
+                    .mul_(by_entropy_N1[rows])
+                    .add_(by_log_prob_N1[rows])
+                )
+            grad.neg_().scatter_add_(-1, column_N1[rows], by_log_prob_N1[rows] * here_N[rows].unsqueeze(-1))
+            grad = grad.to(hidden_NH.dtype)
             if for_hidden:
                 grad_hidden_NH[rows] = grad @ weight_VH
             if grad_weight_WH is not None:
-                grad_weight_WH[: ctx.num_valid] += grad.T @ hidden_NH[rows]
+                sum_VH = grad_weight_WH[: ctx.num_valid]
+                if grad.dtype == sum_VH.dtype:
+                    sum_VH.addmm_(grad.T, hidden_NH[rows])
+                else:
+                    sum_VH += grad.T @ hidden_NH[rows]
         return (
             grad_hidden_NH.view_as(hidden_BTH) if for_hidden else None,
             None if grad_weight_WH is None else grad_weight_WH.to(weight_WH.dtype),
@@ -176,9 +187,11 @@ class _LogProbs(torch.autograd.Function):
         )
 
 
-def _logits(hidden: Tensor, weight_WH: Tensor) -> Tensor:
-    """Return logits in float32, rounded to the model's own type before, as engines round theirs."""
-    return torch.nn.functional.linear(hidden, weight_WH).float()
+def _logits(hidden_NH: Tensor, weight_WH: Tensor, out_NW: Tensor) -> Tensor:
+    """Write logits to `out_NW`, float32, rounded to the model's own type before, as engines round theirs; return it."""
+    if hidden_NH.dtype == out_NW.dtype:
+        return torch.mm(hidden_NH, weight_WH.T, out=out_NW)
+    return out_NW.copy_(hidden_NH @ weight_WH.T)
 
 
 def _per_token(temperature: float | Tensor, targets_BT: Tensor) -> Tensor:
@@ -187,7 +200,13 @@ def _per_token(temperature: float | Tensor, targets_BT: Tensor) -> Tensor:
     return found.expand_as(targets_BT).reshape(-1, 1)
 
 
-def _blocks(hidden_NH: Tensor, weight_WH: Tensor) -> Iterator[slice]:
-    """Yield the tokens of each block."""
-    size = max(1, BLOCK_ENTRIES // max(1, len(weight_WH)))
-    return (slice(begin, begin + size) for begin in range(0, len(hidden_NH), size))
+def _blocks(
+    hidden_NH: Tensor, weight_WH: Tensor, num_buffers: int
+) -> Iterator[tuple[slice, Sequence[Tensor]]]:
+    """Yield the tokens of each block and float32 buffers of the size of its logits; none if the weight has no rows."""
+    num_tokens, width = len(hidden_NH), len(weight_WH)
+    size = min(num_tokens, max(1, BLOCK_ENTRIES // max(1, width)))
+    buffers = hidden_NH.new_empty(num_buffers, size, width, dtype=torch.float32)
+    for begin in range(0, num_tokens if width else 0, max(1, size)):
+        rows = slice(begin, min(begin + size, num_tokens))
+        yield rows, [buffer[: rows.stop - begin] for buffer in buffers]
