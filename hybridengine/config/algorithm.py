@@ -68,6 +68,21 @@ class CorrectionSection(Section):
     low: NonNegative = 0.0
     """Smallest weight for icepop, smallest mean for geometric_filter. Published for icepop: 0.5."""
 
+    def conflicts(self) -> Iterator[Conflict]:
+        """Yield the violated rules between these options."""
+        if self.low and self.name not in RANGE_METHODS:
+            yield Conflict(
+                f"algorithm.correction.low={self.low:g} is not read by {self.name}, which has no lower limit; leave it"
+                f" out, or choose {' or '.join(RANGE_METHODS)}",
+                ("algorithm.correction.low", "algorithm.correction.name"),
+            )
+        if self.low >= self.high:
+            yield Conflict(
+                f"algorithm.correction.low={self.low:g} must be less than its high={self.high:g}; lower the one or raise"
+                " the other",
+                ("algorithm.correction.low", "algorithm.correction.high"),
+            )
+
 
 class OverlongSection(Section):
     """Treatment of responses near `rollout.max_response_tokens`, at which generation stops."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridengine.config.algorithm import RANGE_METHODS, Conflict, Role
+from hybridengine.config.algorithm import Conflict, Role
 from hybridengine.config.generation_checks import generation_conflicts
 from hybridengine.config.model_checks import model_conflicts, paths_hint
 from hybridengine.config.reward_sections import RewardSection, ScorerSection, scorer_key
@@ -126,18 +126,8 @@ def _algorithm(config: RunConfig) -> Iterator[Conflict]:
             f"algorithm.correction is not read by {named}, {algorithm.uncorrected}; leave it out",
             ("algorithm.correction", "algorithm.name"),
         )
-    if correction is not None and correction.low and correction.name not in RANGE_METHODS:
-        yield Conflict(
-            f"algorithm.correction.low={correction.low:g} is not read by {correction.name}, which has no lower limit;"
-            f" leave it out, or choose {' or '.join(RANGE_METHODS)}",
-            ("algorithm.correction.low", "algorithm.correction.name"),
-        )
-    if correction is not None and correction.low >= correction.high:
-        yield Conflict(
-            f"algorithm.correction.low={correction.low:g} must be less than its high={correction.high:g};"
-            " lower the one or raise the other",
-            ("algorithm.correction.low", "algorithm.correction.high"),
-        )
+    if correction is not None:
+        yield from correction.conflicts()
     if (overlong := algorithm.overlong) is not None:
         yield from overlong.conflicts(config.rollout.max_response_tokens)
         if not algorithm.reads_overlong:

@@ -26,7 +26,7 @@ class Restarts:
         self._ranks, self._most, self._restore = ranks, most, restore
         self._number = 0
         self._losses = set[str]()
-        """What the ranks were lost in, and how."""
+        """Requests in which the ranks were lost, each with the signature of the failure."""
 
     def is_first(self, what: str, error: Exception) -> bool:
         """Return True if the ranks were lost in `what` without being its fault, and never in the same way before."""

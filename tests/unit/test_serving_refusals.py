@@ -96,7 +96,7 @@ def test_a_client_that_leaves_while_it_sends_is_no_fault(
     with stalled_upload(server, "asample"):
         pass
     time.sleep(0.5)
-    assert refusal(server, "retrieve_future", {"request_id": "nobody:1"})[0] == 404  # the server goes on
+    assert refusal(server, "retrieve_future", {"request_id": "nobody:1"})[0] == 404  # it still answers
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
