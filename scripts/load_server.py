@@ -252,7 +252,6 @@ def run_load(options: argparse.Namespace, say: Say) -> dict[str, Any]:
     problems += lost(sent, answered, stored, report)
     times = sorted(line["answered_s"] for line in answers)
     gaps = [after - before for before, after in pairwise(times)]
-    after_kill = [moment for moment in times if moment > killed_s]
     lives = {"before": (0.0, killed_s - begin_s), "after": (restarted_s - begin_s, end_s - begin_s)}
     return {
         "clients": options.clients,
@@ -265,7 +264,6 @@ def run_load(options: argparse.Namespace, say: Say) -> dict[str, Any]:
         "weights_sha256": digest,
         "requests_per_s": len(times) / (times[-1] - times[0]) if len(times) > 1 else None,
         "restart_s": restarted_s - killed_s,
-        "first_answer_after_kill_s": after_kill[0] - killed_s if after_kill else None,
         "longest_outage_s": max(gaps, default=None),
         "latencies": latencies(answers),
         "stored": stored,
@@ -334,8 +332,7 @@ def result_lines(figures: Mapping[str, Any]) -> list[str]:
         f" {figures['requests_answered']} answered, {figures['requests_per_s'] or 0:.1f} a second,"
         f" {figures['steps']} training steps",
         *table(figures["latencies"], COLUMNS),
-        f"kill -9: listening again after {figures['restart_s']:.1f} s, first answer after"
-        f" {figures['first_answer_after_kill_s'] or 0:.1f} s, longest time without an answer"
+        f"kill -9: listening again after {figures['restart_s']:.1f} s, longest time without an answer"
         f" {figures['longest_outage_s'] or 0:.1f} s; sent again over HTTP: {figures['sent_again']}",
         f"memory: {shares}; database {format_bytes(figures['database_bytes'])}",
         *(
