@@ -23,10 +23,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
 
+from hybridengine.backends.megatron.attention import PackedAttention, RmsNorm
 from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.families.family import NameSet
 
@@ -39,7 +39,12 @@ def stage_spec(names: NameSet, qk_norm: bool, num_layers: int) -> TransformerBlo
         layer: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
         return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)  # type: ignore[arg-type]
     layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=WrappedTorchNorm)  # type: ignore[arg-type]
+    attention: Any = layer.submodules.self_attention.submodules  # type: ignore[union-attr]
+    attention.core_attention = PackedAttention
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RmsNorm  # type: ignore[union-attr]
+    if qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RmsNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RmsNorm)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

@@ -15,12 +15,16 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from hybridengine.backends.megatron.compat import stage_spec
 from hybridengine.backends.megatron.shim import device, device_shim, is_needed
+from hybridengine.backends.places import Places
 from hybridengine.backends.predictions import Predictions
 from hybridengine.errors import ConfigError
 from hybridengine.families.family import NameSet
@@ -45,45 +49,64 @@ def available_names() -> NameSet:
     return NameSet.TRANSFORMER_ENGINE
 
 
-class ScoreHead(nn.Module):
-    """Output layer of a value or reward model: scores of the last hidden state, equal on all tensor-parallel ranks."""
+class OutputHead(nn.Module):
+    """Output layer in place of Megatron-core's: of all tokens it keeps those whose outputs are wanted."""
 
-    def __init__(self, hidden_size: int, num_labels: int) -> None:
+    partial_gradients = False
+    """True if a tensor-parallel rank computes a part of the gradient, False if all compute the same."""
+
+    def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
         super().__init__()
+        self._group, self._sequence_parallel = group, sequence_parallel
+        self.wanted_N = torch.empty(0, dtype=torch.int64)
+        """Indices among this rank's tokens; set before each forward pass."""
+
+    def forward(self, hidden_S1H: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """Return the hidden states of the wanted tokens, [N, 1, H], from those of all S tokens or of this rank's part."""
+        if self._sequence_parallel:
+            hidden_S1H = gather_from_sequence_parallel_region(
+                hidden_S1H, tensor_parallel_output_grad=self.partial_gradients, group=self._group
+            )
+        return hidden_S1H[self.wanted_N], None
+
+    def outputs(self, hidden_1NH: Tensor, places: Places, model: GPTModel) -> Any:
+        """Return the outputs of [B, R] `places` from the output of `model`, whose head this is."""
+        raise NotImplementedError
+
+
+class ScoreHead(OutputHead):
+    """Output layer of a value or reward model: scores [B, R, num_labels], equal on all tensor-parallel ranks."""
+
+    def __init__(
+        self, hidden_size: int, num_labels: int, group: dist.ProcessGroup, sequence_parallel: bool
+    ) -> None:
+        super().__init__(group, sequence_parallel)
         self.weight = nn.Parameter(torch.zeros(num_labels, hidden_size, device=device()))
 
-    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """Return the scores [T, B, num_labels] in float32 of hidden states [T, B, H]."""
-        return F.linear(hidden, self.weight).float(), None
+    def outputs(self, hidden_1NH: Tensor, places: Places, model: GPTModel) -> Tensor:
+        return places.spread(F.linear(hidden_1NH.squeeze(0), self.weight).float())
 
 
-class VocabularyHead(nn.Module):
-    """Output layer of a language model: it selects positions, and leaves the logits to `Predictions`."""
+class VocabularyHead(OutputHead):
+    """Output layer of a language model, which leaves the logits to `Predictions`."""
 
-    def __init__(self, layer: ColumnParallelLinear, vocab_size: int, group: dist.ProcessGroup) -> None:
-        super().__init__()
+    partial_gradients = True
+
+    def __init__(
+        self, layer: ColumnParallelLinear, vocab_size: int, group: dist.ProcessGroup, sequence_parallel: bool
+    ) -> None:
+        super().__init__(group, sequence_parallel)
         self.weight = layer.weight
         """Rows of this rank; None if they are those of the embedding."""
-        self._vocab_size, self._group = vocab_size, group
-        self.positions_BR: Tensor | None = None
-        """Positions that are wanted; None for all."""
+        self._vocab_size = vocab_size
 
-    def forward(self, hidden_TBH: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """Return the hidden states at the wanted positions, [1, B·R, H], or all."""
-        if self.positions_BR is not None:
-            num_rows = hidden_TBH.size(1)
-            rows = torch.arange(num_rows, device=hidden_TBH.device).unsqueeze(1)
-            places = (self.positions_BR * num_rows + rows).flatten()
-            hidden_TBH = hidden_TBH.flatten(0, 1).index_select(0, places).unsqueeze(0)
-        return hidden_TBH, None
-
-    def predictions(self, output: Tensor, weight_WH: Tensor) -> Predictions:
-        """Return what a model's output, which it has transposed, predicts at the positions of its forward pass."""
-        if self.positions_BR is not None:
-            output = output.view(*self.positions_BR.shape, -1)
-        # Not in the forward pass: Megatron-core sums contiguous gradients alone, which that of a transpose is not.
-        hidden = copy_to_tensor_model_parallel_region(output, group=self._group)
-        return Predictions(hidden, weight_WH, self._vocab_size, self._group)
+    def outputs(self, hidden_1NH: Tensor, places: Places, model: GPTModel) -> Predictions:
+        hidden_NH = hidden_1NH.squeeze(0)
+        if not self._sequence_parallel:
+            # Not in the forward pass: Megatron-core sums contiguous gradients alone, which that of a transpose is not.
+            hidden_NH = copy_to_tensor_model_parallel_region(hidden_NH, group=self._group)
+        weight_WH = model.shared_embedding_or_output_weight() if self.weight is None else self.weight
+        return Predictions(hidden_NH, weight_WH, self._vocab_size, self._group, places)
 
 
 def transformer_config(
@@ -109,8 +132,7 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the default rejects variable lengths, even without experts
+        sequence_parallel=sizes.tp_size > 1,
         calculate_per_token_loss=True,
         perform_initialization=False,
         use_cpu_initialization=not on_gpu,
@@ -162,10 +184,11 @@ def build_model(
         )
         _mark_sharded(model)
         if last:
+            place = groups.tp, config.sequence_parallel
             model.output_layer = (  # type: ignore[assignment]
-                ScoreHead(shape.hidden_size, shape.num_labels)
+                ScoreHead(shape.hidden_size, shape.num_labels, *place)
                 if shape.num_labels
-                else VocabularyHead(model.output_layer, shape.vocab_size, groups.tp)
+                else VocabularyHead(model.output_layer, shape.vocab_size, *place)
             )
         return model.to(device=device(), dtype=DTYPES[dtype])
 

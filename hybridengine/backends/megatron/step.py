@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from hybridengine.backends.megatron.model import VocabularyHead
+from hybridengine.backends.megatron.packing import Pack, Packing
 from hybridengine.backends.megatron.shim import device, device_shim
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction
 
@@ -29,6 +29,7 @@ class PipelineRunner:
         self._config = get_model_config(module)
         self._config.finalize_model_grads_func = self._note_tokens
         self._num_tokens: Tensor | None = None
+        self._packing = Packing(groups.cp, groups.tp.size() if self._config.sequence_parallel else 1)
         self._communicator = P2PCommunicator(pp_group=groups.pp, config=self._config)
 
     @property
@@ -77,31 +78,33 @@ class PipelineRunner:
         self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
 
     def _run(self, batches: Sequence[MicroBatch], loss: LossFunction, forward_only: bool) -> list[Any]:
-        def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
-            batch = next(iterator)
-            tokens = batch["tokens"]
-            positions = torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0)
-            head = self._model.output_layer if self.is_last_stage else None
-            if not isinstance(head, VocabularyHead):  # scores, or hidden states for the next stage
-                return model(tokens, positions, None), lambda output: loss(output, batch)
-            head.positions_BR = batch.get("positions")
-            # Rows are padded on the right, so the causal mask alone hides the padding.
-            output = model(tokens, positions, None)
-            weight = self._model.shared_embedding_or_output_weight() if head.weight is None else head.weight
-            return output, lambda output: loss(head.predictions(output, weight), batch)
+        def step(iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Any]:
+            pack = next(iterator)
+            head: Any = self._model.output_layer if self.is_last_stage else None
+            if head is not None:
+                head.wanted_N = pack.wanted_N
+            output = model(pack.tokens_1S, pack.offsets_1S, None, packed_seq_params=pack.params)
+            return output, lambda output: self._counted_once(
+                loss(head.outputs(output, pack.places, self._model), pack.columns)
+            )
 
         with device_shim():
-            run = get_forward_backward_func(pp_size=self.groups.pp.size(), vp_size=None)
+            num_stages = self.groups.pp.size()
+            packs = self._packing.packs(batches, same_size=num_stages > 1)
+            run = get_forward_backward_func(pp_size=num_stages, vp_size=None)
             return run(
                 forward_step_func=step,
-                data_iterator=iter(
-                    [{name: tensor.to(device()) for name, tensor in batch.items()} for batch in batches]
-                ),
+                data_iterator=iter(packs),
                 model=[self.module],
-                num_microbatches=len(batches),
-                seq_length=batches[0]["tokens"].size(1),
-                micro_batch_size=batches[0]["tokens"].size(0),
+                num_microbatches=len(packs),
+                seq_length=packs[0].tokens_1S.size(1) * self.groups.cp.size(),
+                micro_batch_size=1,
                 forward_only=forward_only,
                 p2p_communicator=self._communicator,
                 pg_collection=self.groups,
             )
+
+    def _counted_once(self, result: tuple[Tensor, Tensor, Any]) -> tuple[Tensor, Tensor, Any]:
+        """Return a loss's result with its tokens on one context-parallel rank, because all compute the same loss."""
+        total, num_tokens, collected = result
+        return total, num_tokens if self.groups.cp.rank() == 0 else torch.zeros_like(num_tokens), collected

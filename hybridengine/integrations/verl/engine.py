@@ -166,7 +166,11 @@ class LanguageModelEngine(BaseEngine):
             return loss / replicas, torch.ones((), dtype=torch.int, device=device()), told
 
         batches = [
-            {"tokens": part["input_ids"].to_padded_tensor(0), "number": torch.tensor(number)}
+            {
+                "tokens": part["input_ids"].to_padded_tensor(0),
+                "lengths": part["input_ids"].offsets().diff(),
+                "number": torch.tensor(number),
+            }
             for number, part in enumerate(parts)
         ]
         if forward_only:
