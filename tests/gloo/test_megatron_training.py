@@ -32,6 +32,11 @@ LAYOUTS_BY_NUM_RANKS = {
         ("1-1-4", RankOrder.PAPER),
         ("1-2-2", RankOrder.PAPER),
         ("2-1-2", RankOrder.MEGATRON),
+        ("1-1-1 c=4", RankOrder.PAPER),
+        ("1-2-1 c=2", RankOrder.MEGATRON),
+        ("2-1-1 c=2", RankOrder.PAPER),
+        ("2-2-1 v=2", RankOrder.PAPER),
+        ("2-1-1 c=2 v=2", RankOrder.MEGATRON),
     ],
 }
 """One rank, every pair of axes, and the largest number of replicas."""
@@ -82,7 +87,7 @@ def assert_steps(
 @pytest.mark.parametrize("model_name", MODELS)
 def test_three_steps_equal_plain_pytorch(model_name: str, tmp_path: Path, run_ranks: RankLauncher):
     folder = tmp_path / "source"
-    model = write_model(folder, **MODELS[model_name])  # type: ignore[arg-type]
+    model = write_model(folder, **MODELS[model_name], num_hidden_layers=5)  # type: ignore[arg-type]
     before = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
     loss = reference.value_loss if "num_labels" in MODELS[model_name] else reference.language_loss
     expected = reference.train(model, loss, NUM_STEPS)

@@ -78,7 +78,7 @@ def plain_cluster(**compute: object) -> Cluster:
 def test_holdings_are_those_of_the_layouts(shape: ModelShape, p: int, t: int) -> None:
     grid = Grid(TrainSizes(p, t, 2))
     shards = megatron_layout(shape, grid).shards.values()
-    held = training_holding(shape, p, t)
+    held = training_holding(shape, TrainSizes(p, t, 1))
     assert held.num_elements == max(shard.num_elements for shard in shards)
     assert held.num_parameters == max(len(shard.parameters) for shard in shards)
     memory = model_memory(shape, grid.sizes, "bfloat16")
@@ -152,7 +152,7 @@ def test_tensor_shards_divide_the_arithmetic_and_pay_for_all_reduces() -> None:
 def test_replicas_exchange_gradients_in_float32_and_weights_in_their_own_type() -> None:
     micro = MicroBatches(1, 1.0, 1.0, 1.0)
     cluster = plain_cluster(flops_per_s={"bfloat16": 1e18}, overlap=0.25)
-    held = training_holding(SHAPE, 1, 1).num_elements
+    held = training_holding(SHAPE, TrainSizes(1, 1, 1)).num_elements
     for d in (1, 4):
         found = ModelPasses(SHAPE, TrainSizes(1, 1, d), "bfloat16", cluster).update(micro, 1)
         own = held * (30 / d + 8) / 1e9
@@ -160,7 +160,9 @@ def test_replicas_exchange_gradients_in_float32_and_weights_in_their_own_type() 
         assert found.path_s == found.work_s == pytest.approx(own + exchanged, rel=1e-4)
     costly = plain_cluster(flops_per_s={"bfloat16": 1e18}, overlap=0.25, exchange_s=0.5)
     beside = ModelPasses(SHAPE, TrainSizes(1, 1, 4), "bfloat16", costly).update(micro, 1)
-    assert beside.path_s - found.path_s == pytest.approx(0.5 * training_holding(SHAPE, 1, 1).num_parameters)
+    assert beside.path_s - found.path_s == pytest.approx(
+        0.5 * training_holding(SHAPE, TrainSizes(1, 1, 1)).num_parameters
+    )
 
 
 def test_devices_that_are_cores_share_their_work() -> None:

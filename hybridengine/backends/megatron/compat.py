@@ -13,7 +13,7 @@ settings of one step           parameter groups hold a multiple of the weight de
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,9 +48,10 @@ def stage_spec(names: NameSet, qk_norm: bool, num_layers: int) -> TransformerBlo
 
 
 @contextlib.contextmanager
-def one_bucket_per_parameter(module: nn.Module) -> Iterator[None]:
-    """Give every parameter of `module` its own DistributedDataParallel bucket while the context is open."""
-    marked = [parameter for parameter in module.parameters() if not hasattr(parameter, "shared_embedding")]
+def one_bucket_per_parameter(chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """Give every parameter of the modules its own DistributedDataParallel bucket while the context is open."""
+    every = (parameter for chunk in chunks for parameter in chunk.parameters())
+    marked = [parameter for parameter in every if not hasattr(parameter, "shared_embedding")]
     for parameter in marked:
         parameter.shared_embedding = True  # type: ignore[attr-defined]
     try:
@@ -60,10 +61,10 @@ def one_bucket_per_parameter(module: nn.Module) -> Iterator[None]:
             del parameter.shared_embedding  # type: ignore[attr-defined]
 
 
-def split_parameter_buffers(ddp: Any) -> dict[nn.Parameter, torch.Tensor]:
+def split_parameter_buffers(replicated: Iterable[Any]) -> dict[nn.Parameter, torch.Tensor]:
     """Give each DDP bucket its own tensor, before an optimizer views the parameters; return parameter -> tensor."""
     tensors: dict[nn.Parameter, torch.Tensor] = {}
-    for buffer in ddp.buffers:
+    for buffer in (buffer for chunk in replicated for buffer in chunk.buffers):
         for bucket in buffer.buckets:
             own = torch.zeros_like(bucket.param_data)
             for parameter in bucket.params:
@@ -77,9 +78,9 @@ def split_parameter_buffers(ddp: Any) -> dict[nn.Parameter, torch.Tensor]:
     return tensors
 
 
-def skip_exchange_with_oneself(ddp: Any) -> None:
+def skip_exchange_with_oneself(replicated: Iterable[Any]) -> None:
     """Skip collectives for gradients and weights that one rank holds alone, because these would copy them."""
-    for group in ddp.bucket_groups:
+    for group in (group for chunk in replicated for group in chunk.bucket_groups):
         if group.intra_distributed_optimizer_instance_size > 1:
             continue
         factors = {bucket.gradient_scaling_factor for bucket in group.buckets}
@@ -140,11 +141,11 @@ class OptimizerPart:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def optimizer_parts(optimizer: Any, module: nn.Module) -> dict[str, OptimizerPart]:
+def optimizer_parts(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, OptimizerPart]:
     """Return parameter name -> this rank's part of its optimizer state, creating it if no step has done so."""
     found = {}
     for one in plain_optimizers(optimizer):
-        for name, parameter in module.named_parameters():
+        for name, parameter in parameters.items():
             if parameter not in one.model_param_group_index_map:  # entirely owned by another rank
                 continue
             place = one._get_model_param_range_map(parameter)["param"]

@@ -112,10 +112,11 @@ class VocabularyHead(OutputHead):
 def transformer_config(
     shape: ModelShape, sizes: TrainSizes, dtype: str, recompute: bool = False
 ) -> TransformerConfig:
+    """Return Megatron-core's configuration of a model at these sizes."""
     on_gpu = not is_needed()
     settings = FAMILIES[shape.family].megatron_config()
     settings["activation_func"] = getattr(F, settings["activation_func"])
-    return TransformerConfig(
+    config = TransformerConfig(
         **settings,
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -125,6 +126,9 @@ def transformer_config(
         kv_channels=shape.head_dim,
         tensor_model_parallel_size=sizes.tp_size,
         pipeline_model_parallel_size=sizes.pp_size,
+        context_parallel_size=sizes.cp_size,
+        batch_p2p_comm=False,  # batched sends wait for the device, and with one peer exchange activation and gradient
+        overlap_p2p_comm=sizes.virtual_stages > 1,
         pipeline_dtype=DTYPES[dtype],
         params_dtype=DTYPES[dtype],
         bf16=dtype == "bfloat16",
@@ -146,51 +150,61 @@ def transformer_config(
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
     )
+    if sizes.virtual_stages > 1:  # set afterwards: the configuration's own check wants stages of equal size
+        config.virtual_pipeline_model_parallel_size = sizes.virtual_stages
+    return config
 
 
-def build_model(
+def build_chunks(
     shape: ModelShape,
     sizes: TrainSizes,
     groups: ProcessGroupCollection,
     dtype: str = "float32",
     names: NameSet = NameSet.LOCAL,
     recompute: bool = False,
-) -> GPTModel:
-    """Return this rank's part of the model, uninitialised; raises ConfigError for an unsupported rotary scaling."""
+) -> list[GPTModel]:
+    """Return this rank's virtual stages of the model, or its only stage, uninitialised.
+
+    Raises ConfigError for an unsupported rotary scaling.
+    """
     scaling = dict(shape.rope_scaling)
     factor = float(scaling.pop("factor", 8.0))
     if scaling and scaling != LLAMA3_ROPE:
         raise ConfigError(
             f"rope_scaling={scaling} is not supported by megatron-core; it must be {LLAMA3_ROPE}"
         )
-    stage, num_stages = groups.pp.rank(), groups.pp.size()
-    num_layers, last = len(shape.split_layers(sizes.pp_size)[stage]), stage == num_stages - 1
+    blocks = shape.split_layers(*sizes.blocks)
+    chunks = []
     with device_shim():
         config = transformer_config(shape, sizes, dtype, recompute)
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=stage_spec(names, config.qk_layernorm, num_layers),  # type: ignore[arg-type]
-            vocab_size=padded_vocab_size(shape.vocab_size, sizes.tp_size),
-            max_sequence_length=shape.max_positions,
-            pre_process=stage == 0,
-            post_process=last,
-            parallel_output=True,
-            share_embeddings_and_output_weights=shape.tied_embeddings,
-            position_embedding_type="rope",
-            rotary_base=shape.rope_theta,  # pyright: ignore[reportArgumentType]  # any number: it is raised to powers
-            rope_scaling=bool(shape.rope_scaling),
-            rope_scaling_factor=factor,
-            pg_collection=groups,
-        )
-        _mark_sharded(model)
-        if last:
-            place = groups.tp, config.sequence_parallel
-            model.output_layer = (  # type: ignore[assignment]
-                ScoreHead(shape.hidden_size, shape.num_labels, *place)
-                if shape.num_labels
-                else VocabularyHead(model.output_layer, shape.vocab_size, *place)
+        for chunk, block in enumerate(range(groups.pp.rank(), len(blocks), sizes.pp_size)):
+            last = block == len(blocks) - 1
+            model = GPTModel(
+                config=config,
+                transformer_layer_spec=stage_spec(names, config.qk_layernorm, len(blocks[block])),  # type: ignore[arg-type]
+                vocab_size=padded_vocab_size(shape.vocab_size, sizes.tp_size),
+                max_sequence_length=shape.max_positions,
+                pre_process=block == 0,
+                post_process=last,
+                parallel_output=True,
+                share_embeddings_and_output_weights=shape.tied_embeddings,
+                position_embedding_type="rope",
+                rotary_base=shape.rope_theta,  # pyright: ignore[reportArgumentType]  # any number: it is raised to powers
+                rope_scaling=bool(shape.rope_scaling),
+                rope_scaling_factor=factor,
+                pg_collection=groups,
+                vp_stage=chunk if sizes.virtual_stages > 1 else None,
             )
-        return model.to(device=device(), dtype=DTYPES[dtype])
+            _mark_sharded(model)
+            if last:
+                place = groups.tp, config.sequence_parallel
+                model.output_layer = (  # type: ignore[assignment]
+                    ScoreHead(shape.hidden_size, shape.num_labels, *place)
+                    if shape.num_labels
+                    else VocabularyHead(model.output_layer, shape.vocab_size, *place)
+                )
+            chunks.append(model.to(device=device(), dtype=DTYPES[dtype]))
+    return chunks
 
 
 def _mark_sharded(model: GPTModel) -> None:

@@ -1,7 +1,7 @@
 """Micro-batches as Megatron-core sees them: rows one behind another without padding, and divided over context ranks.
 
-Of the 2c equal parts of each row, context-parallel rank r of c holds parts r and 2c-1-r, so that all compute as much causal
-attention: Megatron-core's order, which Transformer Engine expects.
+Of the 2c equal parts of each row, context-parallel rank r of c holds parts r and 2c-1-r: Megatron-core's order, in which
+all ranks compute as much causal attention.
 
 Shapes: B rows, T tokens of a row, R wanted positions, S tokens of a pack, N wanted outputs of this rank.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,12 @@ class Packing:
         if same_size:
             sizes = [max(sizes)] * len(sizes)
         return [self._pack(batch, size) for batch, size in zip(batches, sizes, strict=True)]
+
+    def empty_like(self, pack: Pack) -> Pack:
+        """Return a pack of as many tokens as another's, whose outputs nobody wants."""
+        batch = {"tokens": torch.zeros(1, 1, dtype=torch.int64), "positions": torch.full((1, 1), -1)}
+        size = pack.tokens_1S.size(1) * self.context.size()
+        return replace(self._pack(batch, size), columns={})
 
     @property
     def _unit(self) -> int:

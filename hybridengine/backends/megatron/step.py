@@ -20,13 +20,14 @@ from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunctio
 
 
 class PipelineRunner:
-    """Runs micro-batches through a rank's and its peers' parts of `model`, which `module` may wrap."""
+    """Runs micro-batches through this rank's and its peers' virtual stages `chunks`, which `modules` may wrap."""
 
-    def __init__(self, module: torch.nn.Module, model: GPTModel, groups: ProcessGroupCollection) -> None:
-        self.module = module
+    def __init__(
+        self, modules: Sequence[torch.nn.Module], chunks: Sequence[GPTModel], groups: ProcessGroupCollection
+    ) -> None:
         self.groups = groups
-        self._model = model
-        self._config = get_model_config(module)
+        self._modules, self._chunks = list(modules), dict(zip(modules, chunks, strict=True))
+        self._config = get_model_config(chunks[0])
         self._config.finalize_model_grads_func = self._note_tokens
         self._num_tokens: Tensor | None = None
         self._packing = Packing(groups.cp, groups.tp.size() if self._config.sequence_parallel else 1)
@@ -38,7 +39,7 @@ class PipelineRunner:
 
     def forward(self, batches: Sequence[MicroBatch], output: OutputFunction) -> list[dict[str, Tensor]]:
         """Return the results of `output` for each micro-batch, in order; empty on all stages but the last."""
-        self.module.eval()
+        self._set_training(False)
 
         def collect(model_output: Any, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             zero = torch.zeros((), device=device())
@@ -49,7 +50,7 @@ class PipelineRunner:
 
     def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
         """Add the gradients of some micro-batches to those of earlier calls on this rank (`Policy`)."""
-        self.module.train()
+        self._set_training(True)
         try:
             return self._run(batches, loss, forward_only=False)
         except BaseException:  # the gradients contain a partial pass, whose tokens are not counted
@@ -65,7 +66,7 @@ class PipelineRunner:
         """Reduce the gradients of all passes over replicas and stages; unless `summed`, divide them by the tokens."""
         with device_shim():
             finalize_model_grads(
-                [self.module], None if summed else self._num_tokens, pg_collection=self.groups
+                self._modules, None if summed else self._num_tokens, pg_collection=self.groups
             )
         self._num_tokens = None
 
@@ -77,25 +78,42 @@ class PipelineRunner:
         """Count tokens in place of Megatron's hook that finishes gradients after each pass."""
         self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
 
+    def _set_training(self, mode: bool) -> None:
+        for module in self._modules:
+            module.train(mode)
+
     def _run(self, batches: Sequence[MicroBatch], loss: LossFunction, forward_only: bool) -> list[Any]:
-        def step(iterator: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Any]:
-            pack = next(iterator)
-            head: Any = self._model.output_layer if self.is_last_stage else None
+        def step(iterator: Iterator[Pack], module: torch.nn.Module) -> tuple[Tensor, Any]:
+            pack, chunk = next(iterator), self._chunks[module]
+            head: Any = chunk.output_layer if chunk.post_process else None
             if head is not None:
                 head.wanted_N = pack.wanted_N
-            output = model(pack.tokens_1S, pack.offsets_1S, None, packed_seq_params=pack.params)
-            return output, lambda output: self._counted_once(
-                loss(head.outputs(output, pack.places, self._model), pack.columns)
-            )
+            output = module(pack.tokens_1S, pack.offsets_1S, None, packed_seq_params=pack.params)
+
+            def loss_of(output: Tensor) -> tuple[Tensor, Tensor, Any]:
+                if not pack.columns:  # it only fills the schedule
+                    return output.sum() * 0.0, torch.zeros((), dtype=torch.int, device=device()), None
+                total, num_tokens, collected = loss(head.outputs(output, pack.places, chunk), pack.columns)
+                # Context-parallel ranks all compute the same loss: one counts its tokens.
+                counts = self.groups.cp.rank() == 0
+                return total, num_tokens if counts else torch.zeros_like(num_tokens), collected
+
+            return output, loss_of
 
         with device_shim():
-            num_stages = self.groups.pp.size()
+            num_stages, num_chunks = self.groups.pp.size(), len(self._modules)
             packs = self._packing.packs(batches, same_size=num_stages > 1)
-            run = get_forward_backward_func(pp_size=num_stages, vp_size=None)
-            return run(
+            if num_chunks > 1:  # the interleaved schedule needs at least p micro-batches
+                packs += [self._packing.empty_like(packs[0])] * (num_stages - len(packs))
+                uneven = len(packs) % num_stages > 0
+                self._config.microbatch_group_size_per_vp_stage = len(packs) if uneven else num_stages
+            run = get_forward_backward_func(
+                pp_size=num_stages, vp_size=num_chunks if num_chunks > 1 else None
+            )
+            results = run(
                 forward_step_func=step,
-                data_iterator=iter(packs),
-                model=[self.module],
+                data_iterator=[iter(packs) for _ in self._modules],
+                model=self._modules,
                 num_microbatches=len(packs),
                 seq_length=packs[0].tokens_1S.size(1) * self.groups.cp.size(),
                 micro_batch_size=1,
@@ -103,8 +121,4 @@ class PipelineRunner:
                 p2p_communicator=self._communicator,
                 pg_collection=self.groups,
             )
-
-    def _counted_once(self, result: tuple[Tensor, Tensor, Any]) -> tuple[Tensor, Tensor, Any]:
-        """Return a loss's result with its tokens on one context-parallel rank, because all compute the same loss."""
-        total, num_tokens, collected = result
-        return total, num_tokens if self.groups.cp.rank() == 0 else torch.zeros_like(num_tokens), collected
+            return results[: len(batches)]
