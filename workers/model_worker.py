@@ -24,7 +24,7 @@ from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
 from hybridengine.backends.predictions import Predictions
 from hybridengine.config import RunConfig
-from hybridengine.config.role_sections import TrainedSection
+from hybridengine.config.role_sections import MegatronSettings, TrainedSection
 from hybridengine.errors import CheckpointError, DataError, ProtocolError
 from hybridengine.models.shapes import ModelShape
 from hybridengine.rows.micro_batches import cut_rows, draw_mini_batches, gather_rows
@@ -57,7 +57,7 @@ class ModelWorker:
             self.registry,
             dtype=run.model.dtype,
             names=available_names(),
-            recompute=getattr(section, "recompute", "none") == "full",
+            settings=section if isinstance(section, MegatronSettings) else MegatronSettings(),
         )
         load_weights(self.model, folder)
         self.max_tokens: int = section.micro_batch_tokens

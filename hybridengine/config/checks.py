@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from hybridengine.config.algorithm import Conflict, Role
@@ -266,8 +267,8 @@ def _sizes(config: RunConfig, role: Role, sizes: TrainSizes, key: str) -> Iterat
         return
     pool_key = ranks_key(name)
     product = f"{sizes.factors} = {sizes.num_ranks}"
-    replicas, rest = divmod(pool.num_ranks, sizes.model_parallel_size)
-    nearest = f"{sizes.pp_size}-{sizes.tp_size}-{replicas}" if not rest else "other sizes"
+    replicas, rest = divmod(pool.num_ranks, sizes.replica_size)
+    nearest = "other sizes" if rest or not replicas else str(replace(sizes, dp_size=replicas))
     inherited = name != MAIN_POOL and key == "actor.parallel"
     remedy = f"give {role} sizes of its own, {nearest}," if inherited else f"choose {nearest},"
     yield Conflict(

@@ -45,7 +45,16 @@ class OptimizerSection(Section):
     """Term that keeps the update's denominator positive."""
 
 
-class TrainedSection(Section):
+class MegatronSettings(Section):
+    """Features of Megatron-core; none of them changes results by more than rounding."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations recomputed in the backward pass instead of stored; selective: those of core attention and MLP."""
+    sequence_parallel: bool = True
+    """With t > 1, each tensor-parallel rank has a part of the sequence where tensors are not sharded, such as norms."""
+
+
+class TrainedSection(MegatronSettings):
     """Settings of a trained model."""
 
     optimizer: OptimizerSection = OptimizerSection()
@@ -58,15 +67,14 @@ class TrainedSection(Section):
     """Optimizer steps per pass."""
     offload: Literal["none", "optimizer"] = "none"
     """State that moves to host memory while the model is not training; optimizer: its moments and master weights."""
-    recompute: Literal["none", "full"] = "none"
-    """Activations that are recomputed in the backward pass instead of stored."""
 
 
 class ActorSection(TrainedSection):
     """The policy: trained at p-t-d, and generating at p_g-t_g on the same ranks."""
 
     parallel: TrainSizesField = TrainSizes(1, 1, 1)
-    """Training sizes p-t-d: pipeline stages, tensor shards, data-parallel replicas."""
+    """Training sizes p-t-d: pipeline stages, tensor shards, data-parallel replicas. Context-parallel ranks and virtual
+    stages may follow: "2-2-1 c=2 v=2"."""
     generate: GenSizesField = GenSizes(1, 1)
     """Generation sizes p_g-t_g of one engine; if p_g | p and t_g | t, no weight is held twice."""
     bucket_bytes: BucketBytes = 512 * BYTE_UNITS["MiB"]

@@ -66,7 +66,9 @@ class Sizes:
             or len(parts) != cls.form.count("-") + 1
             or len(named) != len(rest)
         ):
-            more = ", and after it " + " or ".join(f'"{letter}=2"' for letter in letters) if letters else ""
+            more = (
+                f' or "{" ".join([cls.example, *(f"{letter}=2" for letter in letters)])}"' if letters else ""
+            )
             raise TopologyError(
                 f'{shown!r} is not a parallel size; write {cls.form} such as "{cls.example}"{more}'
             )

@@ -12,7 +12,7 @@ from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTraine
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.backends.policy import LossFunction
 from hybridengine.backends.predictions import Predictions
-from hybridengine.config.role_sections import OptimizerSection
+from hybridengine.config.role_sections import MegatronSettings, OptimizerSection
 from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid
 from hybridengine.weights.process_groups import ProcessGroups
@@ -38,10 +38,11 @@ def make_trainer(
     dtype: str = "float32",
     settings: OptimizerSection = SETTINGS,
     decay_steps: int = reference.DECAY_STEPS,
+    features: MegatronSettings = MegatronSettings(),
 ) -> MegatronTrainer:
     """Return a trainer with the weights of `folder` and a fresh optimizer."""
     initialize_globals(1)
-    trainer = MegatronTrainer(shape, grid, rank, registry, dtype)
+    trainer = MegatronTrainer(shape, grid, rank, registry, dtype, settings=features)
     load_weights(trainer, folder)
     trainer.start_optimizer(settings, decay_steps)
     return trainer

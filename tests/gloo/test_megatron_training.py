@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridengine.backends.megatron.weights import load_weights, save_weights
 from hybridengine.backends.predictions import Predictions
-from hybridengine.config.role_sections import OptimizerSection
+from hybridengine.config.role_sections import MegatronSettings, OptimizerSection
 from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import TrainSizes
@@ -104,6 +104,38 @@ def test_three_steps_equal_plain_pytorch(model_name: str, tmp_path: Path, run_ra
                 worst = (tensor - weights[name]).abs().max().item()
                 assert worst < 3e-5, f"{label}: {name} differs by {worst}"
                 assert (tensor - before[name]).abs().max() > 3e-3, f"{name} was trained"
+
+
+FEATURES = (
+    MegatronSettings(sequence_parallel=False),
+    MegatronSettings(recompute="selective"),
+    MegatronSettings(recompute="full"),
+)
+
+
+def train_with_features(rank: int, folder: Path) -> list[list[tuple[float, float, list[tuple[float, int]]]]]:
+    registry, shape = ProcessGroups(), ModelShape.from_folder(folder)
+    found = []
+    for sizes in ("1-2-1 c=2", "2-2-1 v=2"):
+        for features in FEATURES:
+            grid = Grid(TrainSizes.parse(sizes))
+            trainer = make_trainer(shape, grid, rank, registry, folder, features=features)
+            found.append([step(trainer, index) for index in range(NUM_STEPS)])
+    return found
+
+
+@pytest.mark.parametrize("model_name", ["qwen3-tied", "llama-value-head"])
+def test_no_feature_changes_the_steps(model_name: str, tmp_path: Path, run_ranks: RankLauncher):
+    model = write_model(tmp_path, **MODELS[model_name], num_hidden_layers=4)  # type: ignore[arg-type]
+    loss = reference.value_loss if "num_labels" in MODELS[model_name] else reference.language_loss
+    expected = reference.train(model, loss, NUM_STEPS)
+    for outcomes in run_ranks(4, train_with_features, tmp_path):
+        assert len(outcomes) == 2 * len(FEATURES)
+        for records in outcomes:
+            for (norm, _, losses), figures in zip(records, expected, strict=True):
+                assert norm == pytest.approx(figures.grad_norm, rel=1e-4)
+                if losses:
+                    assert mean_loss(losses) == pytest.approx(figures.loss, rel=1e-5)
 
 
 def train_new_value_head(rank: int, folder: Path) -> list[float]:

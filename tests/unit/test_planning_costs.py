@@ -115,7 +115,7 @@ def test_a_pipeline_has_bubbles_and_its_slowest_stage_sets_the_pace(p: int, coun
     assert passes.forward(micro).work_s == pytest.approx(count * (slot + messages))
     both = passes.update(micro, num_steps=5, num_passes=2)
     assert both.path_s == pytest.approx(10 * (count + p - 1) * 3 * slot, rel=0.05)
-    recomputed = passes.update(micro, num_steps=1, recompute=True)
+    recomputed = passes.update(micro, num_steps=1, recompute="full")
     assert recomputed.path_s == pytest.approx((count + p - 1) * 4 * slot, rel=0.05)
 
 
@@ -302,20 +302,39 @@ def test_the_cache_limits_how_many_run() -> None:
 def test_activations_of_a_layer_are_those_of_its_tensors() -> None:
     """Inputs of norms and matrices, queries and keys before and after rotation, attention, gate, up and their product."""
     micro = MicroBatches(8, 100.0, 40.0, 50.0)
-    tensors = 4 * 256 + (2 * 256 + 2 * 128 + 256 + 3 * 512) / 2
+    tensors = (4 * 256 + 2 * 256 + 2 * 128 + 256 + 3 * 512) / 2
     sizes = TrainSizes(3, 2, 1)
     logits, gradient = 4 * 40 * 1000 / 2, (4 + 2) * 256 * 1000 / 2
     at_last = 3 * logits + gradient
     first, last = 3 * 2 * tensors * 100 * 2, 2 * tensors * 100 * 2 + at_last
     assert activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=True) == int(max(first, last))
-    recomputed = (3 * 2 * 256 + tensors) * 100 * 2
-    found = activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=True, recompute=True)
-    assert found == int(max(recomputed, (2 * 256 + tensors) * 100 * 2 + at_last))
+    recomputed = (3 * 2 * 256 / 2 + tensors) * 100 * 2
+    found = activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=True, recompute="full")
+    assert found == int(max(recomputed, (2 * 256 / 2 + tensors) * 100 * 2 + at_last))
+    selective = activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=True, recompute="selective")
+    without_mlp, mlp = tensors - 3 * 512 / 2, 3 * 512 / 2
+    kept = (2 * without_mlp + mlp) * 100 * 2 + at_last
+    assert selective == int(max((3 * 2 * without_mlp + mlp) * 100 * 2, kept))
     forward = activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=False)
     assert forward == int(tensors * 100 * 2 + 2 * logits)
     many = MicroBatches(1, 100.0, 1e6, 50.0)
     forward = activation_bytes(SHAPE, sizes, "bfloat16", many, trains=False)
     assert forward == int(tensors * 100 * 2 + 2 * 4 * BLOCK_ENTRIES)
+
+
+def test_activations_with_context_ranks_and_virtual_stages() -> None:
+    """Of 3 stages with 2 layers each, the first keeps 6 layers of activations, or 8 if its blocks have a layer each."""
+    micro = MicroBatches(8, 100.0, 0.0, 50.0)
+    one = 4 * 256 + 2 * 256 + 2 * 128 + 256 + 3 * 512
+    for sizes, num_layers, tokens in (
+        (TrainSizes(3, 1, 1), 6, 100),
+        (TrainSizes(3, 1, 1, 2), 6, 50),
+        (TrainSizes(3, 1, 1, 1, 2), 8, 100),
+    ):
+        found = activation_bytes(SHAPE.with_score_head(), sizes, "bfloat16", micro, trains=True)
+        assert found == one * num_layers * tokens * 2, sizes
+    spread = model_memory(SHAPE, TrainSizes(3, 1, 2, 4), "bfloat16")
+    assert spread.optimizer_bytes == model_memory(SHAPE, TrainSizes(3, 1, 8), "bfloat16").optimizer_bytes
 
 
 def test_engines_keep_pace_or_say_how_far_they_are_behind() -> None:
@@ -339,7 +358,7 @@ def test_the_workload_of_a_configuration() -> None:
     assert tuple(model.name for model in found.models) == ("actor", "critic", "reference")
     actor = found.model("actor")
     assert actor.shape == resolve_model("llama3-70b")
-    assert (actor.trains, actor.offloads, actor.recompute, actor.mini_batches) == (True, True, True, 8)
+    assert (actor.trains, actor.offloads, actor.recompute, actor.mini_batches) == (True, True, "full", 8)
     assert (found.model("reference").trains, found.rows_per_step) == (False, 1024)
     assert found.num_tokens == 1024 * (1024 + 512)
     update = next(call for call in found.calls if call.work is Work.UPDATE and call.role == "actor")

@@ -26,6 +26,7 @@ from hybridengine.backends.megatron.compat import stage_spec
 from hybridengine.backends.megatron.shim import device, device_shim, is_needed
 from hybridengine.backends.places import Places
 from hybridengine.backends.predictions import Predictions
+from hybridengine.config.role_sections import MegatronSettings
 from hybridengine.errors import ConfigError
 from hybridengine.families.family import NameSet
 from hybridengine.families.registry import FAMILIES
@@ -33,6 +34,13 @@ from hybridengine.models.shapes import ModelShape, padded_vocab_size
 from hybridengine.topology.sizes import TrainSizes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""Megatron-core's settings by `MegatronSettings.recompute`."""
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Values fixed in megatron-core's rotary scaling, in which only `factor` can be set."""
@@ -110,14 +118,15 @@ class VocabularyHead(OutputHead):
 
 
 def transformer_config(
-    shape: ModelShape, sizes: TrainSizes, dtype: str, recompute: bool = False
+    shape: ModelShape, sizes: TrainSizes, dtype: str, settings: MegatronSettings
 ) -> TransformerConfig:
     """Return Megatron-core's configuration of a model at these sizes."""
     on_gpu = not is_needed()
-    settings = FAMILIES[shape.family].megatron_config()
-    settings["activation_func"] = getattr(F, settings["activation_func"])
+    of_family = FAMILIES[shape.family].megatron_config()
+    of_family["activation_func"] = getattr(F, of_family["activation_func"])
     config = TransformerConfig(
-        **settings,
+        **of_family,
+        **RECOMPUTE[settings.recompute],
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_hidden_size,
@@ -136,7 +145,7 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
-        sequence_parallel=sizes.tp_size > 1,
+        sequence_parallel=settings.sequence_parallel and sizes.tp_size > 1,
         calculate_per_token_loss=True,
         perform_initialization=False,
         use_cpu_initialization=not on_gpu,
@@ -146,9 +155,6 @@ def transformer_config(
         persist_layer_norm=on_gpu,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
     )
     if sizes.virtual_stages > 1:  # set afterwards: the configuration's own check wants stages of equal size
         config.virtual_pipeline_model_parallel_size = sizes.virtual_stages
@@ -161,7 +167,7 @@ def build_chunks(
     groups: ProcessGroupCollection,
     dtype: str = "float32",
     names: NameSet = NameSet.LOCAL,
-    recompute: bool = False,
+    settings: MegatronSettings = MegatronSettings(),
 ) -> list[GPTModel]:
     """Return this rank's virtual stages of the model, or its only stage, uninitialised.
 
@@ -176,7 +182,7 @@ def build_chunks(
     blocks = shape.split_layers(*sizes.blocks)
     chunks = []
     with device_shim():
-        config = transformer_config(shape, sizes, dtype, recompute)
+        config = transformer_config(shape, sizes, dtype, settings)
         for chunk, block in enumerate(range(groups.pp.rank(), len(blocks), sizes.pp_size)):
             last = block == len(blocks) - 1
             model = GPTModel(

@@ -23,7 +23,7 @@ from hybridengine.backends.megatron.model import DTYPES, build_chunks
 from hybridengine.backends.megatron.shim import device, device_shim
 from hybridengine.backends.megatron.step import PipelineRunner
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
-from hybridengine.config.role_sections import OptimizerSection
+from hybridengine.config.role_sections import MegatronSettings, OptimizerSection
 from hybridengine.errors import DataError, StorageError
 from hybridengine.families.family import NameSet
 from hybridengine.models.shapes import ModelShape
@@ -45,12 +45,12 @@ class MegatronModel:
         registry: ProcessGroups,
         dtype: str = "float32",
         names: NameSet = NameSet.LOCAL,
-        recompute: bool = False,
+        settings: MegatronSettings = MegatronSettings(),
     ) -> None:
         self.shape, self.grid, self.rank, self.dtype, self.names = shape, grid, rank, dtype, names
         self.groups: ProcessGroupCollection = build_groups(grid, registry)
         self.layout: Layout = megatron_layout(shape, grid, names)
-        self._chunks = build_chunks(shape, grid.sizes, self.groups, dtype, names, recompute)
+        self._chunks = build_chunks(shape, grid.sizes, self.groups, dtype, names, settings)
         self.weights = WeightStorage(self._parameters(), current=self._parameters)
         self._runner = PipelineRunner(self._chunks, self._chunks, self.groups)
 
@@ -90,10 +90,10 @@ class MegatronTrainer(MegatronModel):
         registry: ProcessGroups,
         dtype: str = "float32",
         names: NameSet = NameSet.LOCAL,
-        recompute: bool = False,
+        settings: MegatronSettings = MegatronSettings(),
     ) -> None:
         # The base gives each parameter a storage of its own: it returns to the system when Megatron's buffers replace it.
-        super().__init__(shape, grid, rank, registry, dtype, names, recompute)
+        super().__init__(shape, grid, rank, registry, dtype, names, settings)
         self._settings: tuple[OptimizerSection, int, str] | None = None
         self._optimizer: Any = None
         self.version = 0

@@ -137,9 +137,9 @@ def activation_bytes(
     micro: MicroBatches,
     *,
     trains: bool,
-    recompute: bool = False,
+    recompute: str = "none",
 ) -> int:
-    """Return the most bytes of activations that a pass keeps on a rank; `recompute` keeps only the input of each layer.
+    """Return the most bytes of activations that a pass keeps on a rank; `recompute` is that of `MegatronSettings`.
 
     The fullest stage is the first, with the most micro-batches in flight, or the last, with blocks of logits.
     """
@@ -152,7 +152,13 @@ def activation_bytes(
     else:
         # Recomputation needs one layer of one micro-batch at a time.
         hidden = shape.hidden_size / sizes.tp_size
-        kept, again = (hidden * layers, one_layer) if recompute else (one_layer * layers, 0.0)
+        mlp = 3 * shape.ffn_hidden_size / sizes.tp_size
+        each, again = {
+            "none": (one_layer, 0.0),
+            "selective": (one_layer - mlp, mlp),
+            "full": (hidden, one_layer),
+        }[recompute]
+        kept = each * layers
         # Passes of a block of layers before the first backward pass: p, or those of the interleaved schedule.
         first_passes, last_passes = (p, 1) if v == 1 else (3 * p - 1 + (v - 2) * p, 1 + (v - 1) * p)
         most = micro.count * v

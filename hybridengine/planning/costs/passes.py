@@ -77,20 +77,24 @@ class ModelPasses:
 
     def forward(self, micro: MicroBatches) -> PassSeconds:
         """Return the seconds of a forward pass over all micro-batches."""
-        return self._pipeline(micro, passes=1)
+        return self._pipeline(micro, passes=1.0, num_all_reduces=2)
 
     def update(
-        self, micro: MicroBatches, num_steps: int, *, recompute: bool = False, num_passes: int = 1
+        self, micro: MicroBatches, num_steps: int, *, recompute: str = "none", num_passes: int = 1
     ) -> PassSeconds:
         """Return the seconds of `num_passes` over the rows, each of `num_steps` optimizer steps over `micro`."""
-        one, step_s = self._pipeline(micro, passes=4 if recompute else 3), self._optimizer_step_s()
+        mlp = 3 * self.shape.hidden_size * self.shape.ffn_hidden_size / layer_weights(self.shape)
+        passes, num_all_reduces = {"none": (3.0, 4), "selective": (3.0 + mlp, 5), "full": (4.0, 6)}[recompute]
+        one, step_s = self._pipeline(micro, passes, num_all_reduces), self._optimizer_step_s()
         times = num_steps * num_passes
         return PassSeconds((one.path_s + step_s) * times, (one.work_s + step_s) * times)
 
-    def _pipeline(self, micro: MicroBatches, passes: int) -> PassSeconds:
-        """Return the seconds of `passes` forward passes; a backward pass counts as two, or three with recomputation."""
+    def _pipeline(self, micro: MicroBatches, passes: float, num_all_reduces: int) -> PassSeconds:
+        """Return the seconds of `passes` forward passes, with reductions of the hidden state in each layer.
+
+        A backward pass counts as two, and what is recomputed as more.
+        """
         p, t = self.sizes.pp_size, self.sizes.tp_size
-        num_all_reduces = {1: 2, 3: 4, 4: 6}[passes]  # of the hidden state per layer
         num_sends = 1 if passes == 1 else 2  # to the next stage and back
         v = self.sizes.virtual_stages
         blocks = self.shape.split_layers(*self.sizes.blocks)
