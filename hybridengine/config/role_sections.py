@@ -52,6 +52,8 @@ class MegatronSettings(Section):
     """Activations recomputed in the backward pass instead of stored; selective: those of core attention and MLP."""
     sequence_parallel: bool = True
     """With t > 1, each tensor-parallel rank has a part of the sequence where tensors are not sharded, such as norms."""
+    overlap_reduction: bool = True
+    """Reduce gradients over replicas while the backward pass of a step's last micro-batch goes on."""
 
 
 class TrainedSection(MegatronSettings):

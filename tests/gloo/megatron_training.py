@@ -76,6 +76,11 @@ def step(trainer: MegatronTrainer, index: int) -> tuple[float, float, list[tuple
     return result.grad_norm, result.lr, result.collected
 
 
+def mean_loss(collected: list[tuple[float, int]]) -> float:
+    """Return the mean over all tokens of what `step` has collected."""
+    return sum(loss for loss, _ in collected) / max(1, sum(count for _, count in collected))
+
+
 def copy_weights(model: MegatronModel) -> dict[str, Tensor]:
     return {name: model.weights[name].clone() for name in model.weights.names}
 

@@ -4,6 +4,7 @@ one DDP bucket per parameter   DistributedDataParallel splits buckets by size on
                                a parameter marked `shared_embedding` always gets its own bucket, on any stage
 uneven stages                  a stage's layers are passed as a list: the pipeline layout of 0.16 counts them for the
                                global parallel state's stage instead of the stage of the groups
+gradients reduced in groups    buckets are those of the switch, one per parameter; groups of them are reduced together
 buffers released by bucket     the contiguous parameter buffer is replaced by one tensor per bucket
 optimizer state by parameter   ranges and moments of a distributed optimizer are read from its internal structures
 one replica                    reduce-scatter and all-gather within one rank, which copy everything, are skipped
@@ -76,6 +77,45 @@ def split_parameter_buffers(replicated: Iterable[Any]) -> dict[nn.Parameter, tor
             bucket.param_data = own
         buffer.param_data = None
     return tensors
+
+
+REDUCTION_ELEMENTS = 40_000_000
+"""Gradients that are reduced together, at least: Megatron-core's own number."""
+
+
+def group_buckets(replicated: Iterable[Any]) -> None:
+    """Reduce the gradients of consecutive buckets together, which DistributedDataParallel does with all of a module."""
+    for chunk in replicated:
+        (whole,) = chunk.bucket_groups
+        parts, count = [[]], 0
+        for bucket in whole.buckets:
+            if count >= REDUCTION_ELEMENTS:
+                parts, count = [*parts, []], 0
+            parts[-1].append(bucket)
+            count += bucket.grad_data.numel()
+        group, size = (
+            whole.intra_distributed_optimizer_instance_group,
+            whole.intra_distributed_optimizer_instance_size,
+        )
+        chunk.bucket_groups = [type(whole)(part, whole.ddp_config, group, size) for part in parts]
+        chunk.param_to_bucket_group = {
+            parameter: one for one in chunk.bucket_groups for parameter in one.params
+        }
+
+
+def start_reductions(replicated: Iterable[Any]) -> None:
+    """Start the reductions of gradients that no backward pass has started, where they are asynchronous."""
+    for group in (group for chunk in replicated for group in chunk.bucket_groups):
+        if group.ddp_config.overlap_grad_reduce and group.grad_reduce_handle is None:
+            group.start_grad_sync()
+
+
+def drop_reductions(replicated: Iterable[Any]) -> None:
+    """Wait for reductions of gradients that nobody needs any more."""
+    for group in (group for chunk in replicated for group in chunk.bucket_groups):
+        if group.grad_reduce_handle is not None:
+            group.grad_reduce_handle.wait()
+            group.grad_reduce_handle = None
 
 
 def skip_exchange_with_oneself(replicated: Iterable[Any]) -> None:

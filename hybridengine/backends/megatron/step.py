@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from hybridengine.backends.megatron import compat
 from hybridengine.backends.megatron.packing import Pack, Packing
 from hybridengine.backends.megatron.shim import device, device_shim
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction
@@ -48,11 +50,19 @@ class PipelineRunner:
         with torch.no_grad():
             return self._run(batches, collect, forward_only=True)
 
-    def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
-        """Add the gradients of some micro-batches to those of earlier calls on this rank (`Policy`)."""
+    def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction, last: bool) -> list[Any]:
+        """Add the gradients of some micro-batches to those of earlier calls on this rank (`Policy`).
+
+        The `last` call before `finish_gradients` may reduce them while its own backward pass goes on.
+        """
         self._set_training(True)
+        hold: list[Any] = [module.no_sync for module in self._modules]  # type: ignore[union-attr]
+        self._config.no_sync_func = (hold if len(hold) > 1 else hold[0]) if last else None
         try:
-            return self._run(batches, loss, forward_only=False)
+            with contextlib.ExitStack() as stack:
+                for no_sync in [] if last else hold:
+                    stack.enter_context(no_sync())
+                return self._run(batches, loss, forward_only=False)
         except BaseException:  # the gradients contain a partial pass, whose tokens are not counted
             self.drop_gradients()
             raise
@@ -65,6 +75,7 @@ class PipelineRunner:
     def finish_gradients(self, summed: bool = False) -> None:
         """Reduce the gradients of all passes over replicas and stages; unless `summed`, divide them by the tokens."""
         with device_shim():
+            compat.start_reductions(self._modules)
             finalize_model_grads(
                 self._modules, None if summed else self._num_tokens, pg_collection=self.groups
             )

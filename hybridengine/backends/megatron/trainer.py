@@ -99,7 +99,9 @@ class MegatronTrainer(MegatronModel):
         self.version = 0
         """Number of optimizer steps that have been applied to the weights."""
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=settings.overlap_reduction and self.groups.intra_dp_cp.size() > 1,
+            use_distributed_optimizer=True,
         )
         with device_shim(), compat.one_bucket_per_parameter(self._chunks):
             self._replicated = [
@@ -108,6 +110,7 @@ class MegatronTrainer(MegatronModel):
                 )
                 for chunk in self._chunks
             ]
+        compat.group_buckets(self._replicated)
         compat.skip_exchange_with_oneself(self._replicated)
         owners, by_name = compat.split_parameter_buffers(self._replicated), self._parameters()
         by_owner = {name: owners[parameter] for name, parameter in by_name.items()}
@@ -187,16 +190,20 @@ class MegatronTrainer(MegatronModel):
 
     def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
         """Add the gradients of some micro-batches to the pending ones (`Policy`)."""
+        return self._forward_backward(batches, loss, last=False)
+
+    def _forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction, last: bool) -> list[Any]:
         self.expect_weights()
         if not batches:
             raise DataError("forward_backward was given no micro-batches; give every replica at least one")
         if self.gradient_bytes < sum(self._gradient_bytes):
             raise StorageError("the trainer has given up its gradients' memory; call enter_training first")
         if not self._runner.has_gradients:
+            compat.drop_reductions(self._replicated)  # of a pass that raised
             with device_shim():
                 for chunk in self._replicated:
                     chunk.zero_grad_buffer()
-        return self._runner.forward_backward(batches, loss)
+        return self._runner.forward_backward(batches, loss, last)
 
     def drop_gradients(self) -> None:
         """Forget the pending gradients (`Policy`)."""
@@ -237,7 +244,7 @@ class MegatronTrainer(MegatronModel):
 
     def train_step(self, batches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
         """Take one optimizer step over the micro-batches of one pass; the result includes those of the loss function."""
-        collected = self.forward_backward(batches, loss)
+        collected = self._forward_backward(batches, loss, last=True)
         return replace(self.optimizer_step(), collected=collected)
 
     def _gradients_are_finite(self) -> bool:
