@@ -46,7 +46,7 @@ class OptimizerSection(Section):
 
 
 class MegatronSettings(Section):
-    """Features of Megatron-core; none of them changes results by more than rounding."""
+    """Features of Megatron-core; except for fp8, results change by float32 rounding at most."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass instead of stored; selective: those of core attention and MLP."""
@@ -54,6 +54,9 @@ class MegatronSettings(Section):
     """With t > 1, each tensor-parallel rank has a part of the sequence where tensors are not sharded, such as norms."""
     overlap_reduction: bool = True
     """Reduce gradients over replicas while the backward pass of a step's last micro-batch goes on."""
+    fp8: Literal["none", "tensorwise", "blockwise", "mxfp8"] = "none"
+    """Scaling of matrix products in 8 bits by Transformer Engine, on GPUs that have them; results change within FP8's
+    precision."""
 
 
 class TrainedSection(MegatronSettings):

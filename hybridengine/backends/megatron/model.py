@@ -42,6 +42,14 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 """Megatron-core's settings by `MegatronSettings.recompute`."""
 
+FP8: dict[str, dict[str, str]] = {
+    "none": {},
+    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+    "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
+}
+"""Megatron-core's settings by `MegatronSettings.fp8`; delayed scaling needs its global process groups."""
+
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Values fixed in megatron-core's rotary scaling, in which only `factor` can be set."""
 
@@ -118,10 +126,15 @@ class VocabularyHead(OutputHead):
 
 
 def transformer_config(
-    shape: ModelShape, sizes: TrainSizes, dtype: str, settings: MegatronSettings
+    shape: ModelShape, sizes: TrainSizes, dtype: str, names: NameSet, settings: MegatronSettings
 ) -> TransformerConfig:
-    """Return Megatron-core's configuration of a model at these sizes."""
-    on_gpu = not is_needed()
+    """Return Megatron-core's configuration of a model at these sizes; ConfigError for FP8 without Transformer Engine."""
+    on_gpu, fused = not is_needed(), names is NameSet.TRANSFORMER_ENGINE
+    if settings.fp8 != "none" and not fused:
+        raise ConfigError(
+            f"fp8={settings.fp8} needs a GPU and Transformer Engine, which this process does not have; install"
+            " requirements/gpu.lock.txt on a machine with a GPU, or set fp8=none"
+        )
     of_family = FAMILIES[shape.family].megatron_config()
     of_family["activation_func"] = getattr(F, of_family["activation_func"])
     config = TransformerConfig(
@@ -149,12 +162,13 @@ def transformer_config(
         calculate_per_token_loss=True,
         perform_initialization=False,
         use_cpu_initialization=not on_gpu,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=fused,
         bias_activation_fusion=on_gpu,
         masked_softmax_fusion=on_gpu,
         persist_layer_norm=on_gpu,
         bias_dropout_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=fused,
+        **FP8[settings.fp8],
     )
     if sizes.virtual_stages > 1:  # set afterwards: the configuration's own check wants stages of equal size
         config.virtual_pipeline_model_parallel_size = sizes.virtual_stages
@@ -171,7 +185,7 @@ def build_chunks(
 ) -> list[GPTModel]:
     """Return this rank's virtual stages of the model, or its only stage, uninitialised.
 
-    Raises ConfigError for an unsupported rotary scaling.
+    Raises ConfigError for an unsupported rotary scaling, or for FP8 where there is none.
     """
     scaling = dict(shape.rope_scaling)
     factor = float(scaling.pop("factor", 8.0))
@@ -182,7 +196,7 @@ def build_chunks(
     blocks = shape.split_layers(*sizes.blocks)
     chunks = []
     with device_shim():
-        config = transformer_config(shape, sizes, dtype, settings)
+        config = transformer_config(shape, sizes, dtype, names, settings)
         for chunk, block in enumerate(range(groups.pp.rank(), len(blocks), sizes.pp_size)):
             last = block == len(blocks) - 1
             model = GPTModel(

@@ -46,6 +46,8 @@ class Packing:
     context: dist.ProcessGroup
     tp_size: int
     """Tensor-parallel ranks with a part of the sequence each; 1 without sequence parallelism."""
+    multiple: int = 1
+    """Number of which a rank's tokens are a multiple: 16 for matrix products in FP8."""
 
     @property
     def row_unit(self) -> int:
@@ -71,7 +73,7 @@ class Packing:
 
     @property
     def _unit(self) -> int:
-        return math.lcm(self.row_unit, self.context.size() * self.tp_size)
+        return math.lcm(self.row_unit, self.context.size() * self.tp_size * self.multiple)
 
     def _row_sizes(self, batch: MicroBatch) -> Tensor:
         return _rounded(_lengths(batch).clamp(min=1), self.row_unit)

@@ -32,7 +32,8 @@ class PipelineRunner:
         self._config = get_model_config(chunks[0])
         self._config.finalize_model_grads_func = self._note_tokens
         self._num_tokens: Tensor | None = None
-        self._packing = Packing(groups.cp, groups.tp.size() if self._config.sequence_parallel else 1)
+        tp_size = groups.tp.size() if self._config.sequence_parallel else 1
+        self._packing = Packing(groups.cp, tp_size, multiple=16 if self._config.fp8 else 1)
         self._communicator = P2PCommunicator(pp_group=groups.pp, config=self._config)
 
     @property
