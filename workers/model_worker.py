@@ -48,7 +48,8 @@ class ModelWorker:
         if score_head:
             shape = shape.with_score_head()
         self.shape = shape
-        section = getattr(run, context.role)
+        section: Any = getattr(run, context.role)
+        self.max_tokens: int = section.micro_batch_tokens
         build = MegatronTrainer if trains else MegatronModel
         self.model = build(
             shape,
@@ -60,7 +61,6 @@ class ModelWorker:
             settings=section if isinstance(section, MegatronSettings) else MegatronSettings(),
         )
         load_weights(self.model, folder)
-        self.max_tokens: int = section.micro_batch_tokens
 
     def forward_rows(self, batch: TensorDictBase, output: OutputFunction) -> TensorDict | None:
         """Return the response-aligned results of `output` for all rows, [B, R] each; None on all stages but the last."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ def train_at_every_size(rank: int, folder: Path, num_ranks: int) -> list[list[tu
 
 @pytest.mark.parametrize("num_ranks", NUM_STEPS)
 def test_steps_at_every_size_equal_plain_pytorch(num_ranks: int, tmp_path: Path, run_ranks: RankLauncher):
-    sizes = {
+    sizes: dict[str, Any] = {
         "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": NUM_HEADS,
         "num_key_value_heads": NUM_HEADS,

@@ -42,7 +42,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 """Megatron-core's settings by `MegatronSettings.recompute`."""
 
-FP8: dict[str, dict[str, str]] = {
+FP8: dict[str, dict[str, Any]] = {
     "none": {},
     "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},

@@ -56,7 +56,7 @@ class Packing:
 
     def num_tokens(self, batch: MicroBatch) -> int:
         """Return the number of tokens of a pack, which this rank's peers can divide among them."""
-        return _rounded(int(self._row_sizes(batch).sum()), self._unit)
+        return -(-int(self._row_sizes(batch).sum()) // self._unit) * self._unit
 
     def packs(self, batches: Sequence[MicroBatch], same_size: bool) -> list[Pack]:
         """Return the packs; with `same_size` all have as many tokens as the largest, so that no stage asks for sizes."""
@@ -76,7 +76,7 @@ class Packing:
         return math.lcm(self.row_unit, self.context.size() * self.tp_size * self.multiple)
 
     def _row_sizes(self, batch: MicroBatch) -> Tensor:
-        return _rounded(_lengths(batch).clamp(min=1), self.row_unit)
+        return -(-_lengths(batch).clamp(min=1) // self.row_unit) * self.row_unit
 
     def _pack(self, batch: MicroBatch, size: int) -> Pack:
         tokens_BT, lengths_B, sizes_B = batch["tokens"].cpu(), _lengths(batch), self._row_sizes(batch)
@@ -140,7 +140,3 @@ def _lengths(batch: MicroBatch) -> Tensor:
     """Return the number of tokens of each row, [B]."""
     num_rows, width = batch["tokens"].shape
     return batch["lengths"].cpu() if "lengths" in batch else torch.full((num_rows,), width)
-
-
-def _rounded(number: int | Tensor, unit: int) -> int | Tensor:
-    return -(-number // unit) * unit

@@ -103,6 +103,7 @@ class PipelineRunner:
             output = module(pack.tokens_1S, pack.offsets_1S, None, packed_seq_params=pack.params)
 
             def loss_of(output: Tensor) -> tuple[Tensor, Tensor, Any]:
+                assert head is not None, "only the last stage computes a loss"
                 if not pack.columns:  # it only fills the schedule
                     return output.sum() * 0.0, torch.zeros((), dtype=torch.int, device=device()), None
                 total, num_tokens, collected = loss(head.outputs(output, pack.places, chunk), pack.columns)
@@ -115,8 +116,10 @@ class PipelineRunner:
         with device_shim():
             num_stages, num_chunks = self.groups.pp.size(), len(self._modules)
             packs = self._packing.packs(batches, same_size=num_stages > 1)
-            if num_chunks > 1:  # the interleaved schedule needs at least p micro-batches
-                packs += [self._packing.empty_like(packs[0])] * (num_stages - len(packs))
+            if num_chunks > 1:
+                # The interleaved schedule needs at least p micro-batches. The last one has a loss, which gives every
+                # parameter a gradient: reductions wait for them.
+                packs = [self._packing.empty_like(packs[0])] * (num_stages - len(packs)) + packs
                 uneven = len(packs) % num_stages > 0
                 self._config.microbatch_group_size_per_vp_stage = len(packs) if uneven else num_stages
             run = get_forward_backward_func(
@@ -133,4 +136,4 @@ class PipelineRunner:
                 p2p_communicator=self._communicator,
                 pg_collection=self.groups,
             )
-            return results[: len(batches)]
+            return results[len(results) - len(batches) :] if results else []

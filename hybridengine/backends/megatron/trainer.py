@@ -104,7 +104,7 @@ class MegatronTrainer(MegatronModel):
             use_distributed_optimizer=True,
         )
         with device_shim(), compat.one_bucket_per_parameter(self._chunks):
-            self._replicated = [
+            self._replicated: list[Any] = [
                 DistributedDataParallel(
                     chunk.config, ddp_config, chunk, disable_bucketing=True, pg_collection=self.groups
                 )
