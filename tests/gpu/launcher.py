@@ -1,4 +1,5 @@
-"""Start a check in processes of its own on the GPU: each begins with an empty device, and vLLM's groups are made once."""
+"""Start a check in processes of its own on the GPU: each begins with an empty device, and vLLM's groups are made
+once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """What the checks run on a rank: models without checkpoint files, a trainer and an engine in one HybridEngine, figures.
 
-Everything takes the device of the machine, so that the same functions run on a CPU (tests/full/engines/test_gpu_checks.py).
+Everything takes the device of the machine, so that the same functions run on a CPU
+(tests/full/engines/test_gpu_checks.py).
 """
 
 from __future__ import annotations

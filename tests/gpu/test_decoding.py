@@ -22,7 +22,7 @@ from hybridengine.topology.sizes import GenSizes
 from tests.gpu import one_device
 from tests.gpu.one_device import ALONE, BILLIONS, GIB
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 NUM_SEQUENCES, NEW_TOKENS, PROMPT_TOKENS = 256, 256, 32
 FASTER = 1.5
@@ -46,7 +46,10 @@ def settings_of_a_run(folder: Path, kv_cache_bytes: int) -> EngineSettings:
     sections: dict[str, Any] = {
         "run": {"steps": 1},
         "cluster": {"ranks_per_node": [1], "device": "cuda"},
-        "model": {"build": {"max_positions": 512}, "dtype": "bfloat16"},  # any: the settings do not depend on it
+        "model": {
+            "build": {"max_positions": 512},
+            "dtype": "bfloat16",
+        },  # any: the settings do not depend on it
         "data": {"batch_size": 1, "task": {"name": "arithmetic"}},
         "rollout": {
             "max_prompt_tokens": PROMPT_TOKENS,
@@ -86,8 +89,8 @@ def _with(build: Callable[..., Any], **forced: Any) -> Callable[..., Any]:
 
 
 def test_graphs_are_on_by_default_and_faster(on_device, folder, note):
-    """Passes if 256 responses of 256 tokens of a 1.5B model take the default engine at most two thirds of the eager one's
-    time, and if asynchronous scheduling on top draws the same tokens for nine tenths of the prompts.
+    """Passes if 256 responses of 256 tokens of a 1.5B model take the default engine at most two thirds of the eager
+    one's time, and if asynchronous scheduling on top draws the same tokens for nine tenths of the prompts.
 
     The gain of asynchronous scheduling is printed, and no bound of the test: it decides whether a run should have it.
     """

@@ -13,7 +13,7 @@ from hybridengine.backends.vllm.construction import EngineSettings
 from tests.gpu import one_device
 from tests.gpu.one_device import MIB, SMALL
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 24, 32
 LARGEST_DIFFERENCE, MEAN_DIFFERENCE = 0.1, 0.015
@@ -73,7 +73,7 @@ def live_through_rounds(rank: int, folder: Path, cuda_graphs: bool, kv_cache_byt
     return Outcome(rounds, shards, one_device.largest_bucket_bytes(hybrid, engine), equal)
 
 
-def check(outcome: Outcome) -> None:
+def check_rounds(outcome: Outcome) -> None:
     """Assert what holds in every mode: log-probs are Megatron's, each round, and no weight is held twice."""
     first, second, trained = outcome.rounds
     assert outcome.weights_equal
@@ -102,9 +102,9 @@ def check_same_up_to_ties(one: Round, other: Round) -> None:
 
 
 def test_graphs_draw_what_the_eager_engine_draws(on_device, folder, note):
-    """Passes if an engine with CUDA graphs draws the greedy tokens of one without, but for ties, over three switches of
-    which the last follows an optimizer step; if the log-probs of both are Megatron's; and if the peak of each switch is one
-    copy of the weights and two buckets.
+    """Passes if an engine with CUDA graphs draws the greedy tokens of one without, but for ties, over three
+    switches of which the last follows an optimizer step; if the log-probs of both are Megatron's; and if the peak
+    of each switch is one copy of the weights and two buckets.
     """
     one_device.write_config(folder, **SMALL)
     [eager] = on_device(1, live_through_rounds, folder, False, 256 * MIB)
@@ -115,6 +115,6 @@ def test_graphs_draw_what_the_eager_engine_draws(on_device, folder, note):
         note(
             f"{name}: log-probs differ from Megatron's by {difference.max():.3g}, peak {peak:.2f} of a shard"
         )
-    check(eager)
-    check(graphs)
+    check_rounds(eager)
+    check_rounds(graphs)
     check_same_up_to_ties(eager.rounds[0], graphs.rounds[0])

@@ -82,7 +82,10 @@ def measure(rank: int, folder: Path, num_rows: int, row_tokens: int, num_referen
     products = _seconds(
         lambda: _products(num_rows * row_tokens, trainer.shape.hidden_size, trainer.shape.vocab_size)
     )
-    return Measured(*seen["compared"], seen["forward"], backward, seen["seconds"], products)
+    log_prob_difference, gradient_difference = seen["compared"]
+    return Measured(
+        log_prob_difference, gradient_difference, seen["forward"], backward, seen["seconds"], products
+    )
 
 
 def _gradient(predictions: Predictions, columns: dict[str, Tensor]) -> Tensor:
@@ -91,9 +94,7 @@ def _gradient(predictions: Predictions, columns: dict[str, Tensor]) -> Tensor:
     return torch.autograd.grad(total, predictions.weight_WH, retain_graph=True)[0]
 
 
-def _compare(
-    predictions: Predictions, columns: dict[str, Tensor], num_reference: int
-) -> tuple[float, float]:
+def _compare(predictions: Predictions, columns: dict[str, Tensor], num_reference: int) -> tuple[float, float]:
     """Return the differences of log-probs and of the head's gradient from those by all logits in float32."""
     some, weight = predictions[:, :num_reference], predictions.weight_WH
     targets = columns["tokens"].gather(1, columns["positions"] + 1)[:, :num_reference]
@@ -130,9 +131,10 @@ def _seconds(run: Any) -> float:
 
 
 def test_logits_never_exist_together(on_device, folder, note):
-    """Passes if log-probs and entropies of 16k tokens over 152k entries, with their gradients, need less memory than the
-    logits would in float32 (9.3 GiB), the forward pass a quarter of it; if log-probs and the head's gradient are those by
-    all logits; and if they take at most four times as long as the matrix products that they consist of.
+    """Passes if log-probs and entropies of 16k tokens over 152k entries, with their gradients, need less memory
+    than the logits would in float32 (9.3 GiB), the forward pass a quarter of it; if log-probs and the head's
+    gradient are those by all logits; and if they take at most four times as long as the matrix products that they
+    consist of.
     """
     one_device.write_config(folder, **HEAD)
     [found] = on_device(1, measure, folder, NUM_ROWS, ROW_TOKENS, NUM_REFERENCE)

@@ -11,12 +11,13 @@ from hybridengine.backends.vllm.construction import EngineSettings
 from tests.gpu import one_device
 from tests.gpu.one_device import BILLIONS, GIB, MIB, DeviceBytes
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 NUM_CYCLES = 6
 KV_SHARE = 0.55
 SLACK_BYTES = 5 * GIB
-"""What neither ledger counts: vLLM's buffers and graphs, work spaces of libraries, blocks that both allocators round up."""
+"""What neither ledger counts: vLLM's buffers and graphs, work spaces of libraries, blocks that both allocators
+round up."""
 GROWTH_BYTES = 512 * MIB
 
 
@@ -94,12 +95,12 @@ def _beyond(now: DeviceBytes, before: DeviceBytes) -> int:
 def test_the_device_has_given_away_what_the_ledger_counts(
     on_device, folder, note, offload, cuda_graphs, allocator
 ):
-    """Passes if, in six iterations of a model of 1.5B with a KV cache of 55% of the device, the device has never given away
-    more than weights, gradients, optimizer state and KV cache and 5 GiB, in either mode, nor more in the sixth than in the
-    second.
+    """Passes if, in six iterations of a model of 1.5B with a KV cache of 55% of the device, the device has never
+    given away more than weights, gradients, optimizer state and KV cache and 5 GiB, in either mode, nor more in the
+    sixth than in the second.
 
-    The states of Adam, made while the KV cache is away, must not keep its memory from returning to the device, and training
-    must not keep the memory of the KV cache.
+    The states of Adam, made while the KV cache is away, must not keep its memory from returning to the device, and
+    training must not keep the memory of the KV cache.
     """
     one_device.write_config(folder, **BILLIONS)
     environment = {"PYTORCH_CUDA_ALLOC_CONF": allocator} if allocator else {}

@@ -48,8 +48,9 @@ def _stream() -> int:
 
 
 def test_a_step_stays_on_one_stream(on_device, folder, note):
-    """Passes if vLLM's `current_stream()`, called after Megatron's DistributedDataParallel was built, changes nothing: the
-    process stays on its stream, autograd does not warn of another one, and the gradient of the same rows is the same.
+    """Passes if vLLM's `current_stream()`, called after Megatron's DistributedDataParallel was built, changes
+    nothing: the process stays on its stream, autograd does not warn of another one, and the gradient of the same
+    rows is the same.
     """
     one_device.write_config(folder, **SMALL)
     [streams] = on_device(1, step_after_vllm_takes_a_stream, folder)

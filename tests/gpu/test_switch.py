@@ -16,7 +16,7 @@ from hybridengine.weights.ledger import SwitchReport
 from tests.gpu import one_device
 from tests.gpu.one_device import BILLIONS, GIB, MIB, SMALL, DeviceBytes
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 ALLOCATOR_ROUNDING = 512
 """CUDA's caching allocator rounds each block up to a multiple of this many bytes."""
@@ -61,9 +61,9 @@ def make_trips(rank: int, folder: Path, verify: str, kv_cache_bytes: int) -> Tri
 
 
 def test_digests_and_allocations_of_a_switch(on_device, folder, note):
-    """Passes if digests add at most 0.25 s to the first switch of 1.5B and nothing to later ones, and if the last round trip
-    asks the device for no more allocations than the second one, and four: a trip that each time asks anew for every bucket
-    waits for the device as often.
+    """Passes if digests add at most 0.25 s to the first switch of 1.5B and nothing to later ones, and if the last
+    round trip asks the device for no more allocations than the second one, and four: a trip that each time asks
+    anew for every bucket waits for the device as often.
     """
     one_device.write_config(folder, **BILLIONS)
     [never] = on_device(1, make_trips, folder, "never", 4 * GIB)
@@ -101,8 +101,8 @@ def measure_offload(rank: int, folder: Path, copy_bytes: int) -> Speeds:
         trainer.enter_training()
         one_device.synchronize()
         seconds = time.perf_counter() - started
-    rates = [_copy_rate(copy_bytes, is_pinned) for is_pinned in (torch.cuda.is_available(), False)]
-    return Speeds(2 * num_bytes / seconds, *rates, num_bytes)
+    pinned = _copy_rate(copy_bytes, torch.cuda.is_available())
+    return Speeds(2 * num_bytes / seconds, pinned, _copy_rate(copy_bytes, False), num_bytes)
 
 
 def _copy_rate(num_bytes: int, is_pinned: bool) -> float:
@@ -120,8 +120,8 @@ def _copy_rate(num_bytes: int, is_pinned: bool) -> float:
 
 
 def test_offloading_is_as_fast_as_pinned_memory(on_device, folder, note):
-    """Passes if the optimizer state of 1.5B leaves the device and comes back at half the speed of pinned memory or more;
-    pageable memory is several times slower than that."""
+    """Passes if the optimizer state of 1.5B leaves the device and comes back at half the speed of pinned memory or
+    more; pageable memory is several times slower than that."""
     one_device.write_config(folder, **BILLIONS)
     [speeds] = on_device(1, measure_offload, folder, 2 * GIB)
     note(
@@ -189,8 +189,8 @@ def check_ledger(found: Ledgers) -> None:
 
 
 def test_a_switch_gives_and_takes_memory_as_the_ledger_says(on_device, folder):
-    """Passes if torch's allocator has what the ledger counts: a switch releases float32 gradients and optimizer state, 16
-    bytes a parameter, and allocates the KV cache; the way back restores all but what decoding keeps."""
+    """Passes if torch's allocator has what the ledger counts: a switch releases float32 gradients and optimizer
+    state, 16 bytes a parameter, and allocates the KV cache; the way back restores all but what decoding keeps."""
     one_device.write_config(folder, **SMALL)
     [found] = on_device(1, compare_ledgers, folder, 64 * MIB)
     check_ledger(found)

@@ -74,7 +74,8 @@ def compare_with_transformers(rank: int, folder: Path) -> Compared:
     tokens = rows["tokens"].to(device())
     by_dtype = []
     for dtype in (torch.bfloat16, torch.float32):
-        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device())
+        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        torch.nn.Module.to(reference, device())
         with torch.no_grad():
             log_probs = reference(tokens).logits[:, 31:-1].float().log_softmax(-1)
         by_dtype.append(log_probs.gather(-1, tokens[:, 32:, None])[..., 0].cpu())
@@ -83,14 +84,17 @@ def compare_with_transformers(rank: int, folder: Path) -> Compared:
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_log_probs_are_those_of_transformers(on_device, folder, note, family):
-    """Passes if the model has Transformer Engine's layers where it is installed, and its log-probs are as near to those of
-    transformers in float32 as transformers' in bfloat16, with biases (Qwen2) and with norms of queries and keys (Qwen3)."""
+    """Passes if the model has Transformer Engine's layers where it is installed, and its log-probs are as near to
+    those of transformers in float32 as transformers' in bfloat16, with biases (Qwen2) and with norms of queries and
+    keys (Qwen3)."""
     write_model(folder, family, dtype="bfloat16", **MODEL)
     [compared] = on_device(1, compare_with_transformers, folder)
     has_engine = importlib.util.find_spec("transformer_engine") is not None
     assert compared.names == (NameSet.TRANSFORMER_ENGINE if has_engine else NameSet.LOCAL).name
     ours, theirs = compared.errors
-    note(f"{compared.names}: mean error {ours.mean():.3g}, that of transformers in bfloat16 {theirs.mean():.3g}")
+    note(
+        f"{compared.names}: mean error {ours.mean():.3g}, that of transformers in bfloat16 {theirs.mean():.3g}"
+    )
     compared.check()
 
 
@@ -117,7 +121,8 @@ def take_steps(rank: int, folder: Path) -> Steps:
 
 
 def check_adam(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
-    """Assert that a step is AdamW's, in float64, for the gradient that the first moment tells; return the largest error.
+    """Assert that a step is AdamW's, in float64, for the gradient that the first moment tells; return the largest
+    error.
 
     The error is relative to the learning rate, which is about the size of an update.
     """
@@ -125,9 +130,7 @@ def check_adam(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
     steps = int(after["adam_steps"])
     assert steps == int(before["adam_steps"]) + 1
     for name in (key.removeprefix("master ") for key in after if key.startswith("master ")):
-        master, m, v = (
-            before[f"{kind} {name}"].double() for kind in ("master", "exp_avg", "exp_avg_sq")
-        )
+        master, m, v = (before[f"{kind} {name}"].double() for kind in ("master", "exp_avg", "exp_avg_sq"))
         new_master, new_m, new_v = (
             after[f"{kind} {name}"].double() for kind in ("master", "exp_avg", "exp_avg_sq")
         )
@@ -143,12 +146,14 @@ def check_adam(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
 
 
 def test_steps_are_those_of_adamw(on_device, folder, note):
-    """Passes if three steps raise the likelihood of their rows, and each changes master weights and moments as AdamW does,
-    computed in float64; the weights in bfloat16 are the rounded master weights."""
+    """Passes if three steps raise the likelihood of their rows, and each changes master weights and moments as
+    AdamW does, computed in float64; the weights in bfloat16 are the rounded master weights."""
     one_device.write_config(folder, **SMALL)
     [steps] = on_device(1, take_steps, folder)
     check_steps(steps)
-    note(f"update differs from AdamW's in float64 by {check_adam(*steps.states[1:]):.2g} of the learning rate")
+    note(
+        f"update differs from AdamW's in float64 by {check_adam(*steps.states[1:]):.2g} of the learning rate"
+    )
 
 
 def check_steps(steps: Steps) -> None:
@@ -158,7 +163,9 @@ def check_steps(steps: Steps) -> None:
         check_adam(before, after)
     last = steps.states[-1]
     for name in (key.removeprefix("weight ") for key in last if key.startswith("weight ")):
-        assert torch.equal(last[f"master {name}"].bfloat16().flatten(), last[f"weight {name}"].flatten()), name
+        assert torch.equal(last[f"master {name}"].bfloat16().flatten(), last[f"weight {name}"].flatten()), (
+            name
+        )
 
 
 @dataclass(frozen=True)
@@ -220,7 +227,8 @@ def save_and_load(rank: int, folder: Path, saved: Path) -> tuple[bool | str, boo
 
 
 def test_a_checkpoint_written_while_training_goes_on_brings_everything_back(on_device, folder, tmp_path):
-    """Passes if a checkpoint has the state of the moment at which it was begun, bitwise, although a step ran meanwhile."""
+    """Passes if a checkpoint has the state of the moment at which it was begun, bitwise, although a step ran
+    meanwhile."""
     one_device.write_config(folder, **SMALL)
     (tmp_path / "saved").mkdir()
     assert on_device(1, save_and_load, folder, tmp_path / "saved") == [(True, True, True)]
