@@ -27,8 +27,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 NUM_SEQUENCES, NEW_TOKENS, PROMPT_TOKENS = 256, 256, 32
 FASTER = 1.5
 """Least gain of CUDA graphs over eager decoding."""
-EQUAL_SHARE = 0.9
-"""Least share of responses that another schedule leaves as they are: batches of other sizes round differently."""
+COMPARED_TOKENS, EQUAL_SHARE = 32, 0.75
+"""Least share of responses that have the same first tokens with another schedule: batches of other sizes round
+differently."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,17 @@ def decode(
     num_sequences: int,
     num_tokens: int,
 ) -> Decoded:
-    """Draw greedily for all prompts at once; the second of two runs is timed, after graphs and kernels are made."""
+    """Draw for all prompts at once; the second of two runs is timed, after graphs and kernels are made."""
     identity, _ = one_device.begin(rank)
     shape = ModelShape.from_folder(folder)
     with mock.patch.object(vllm, "LLM", _with(vllm.LLM, async_scheduling=async_scheduling)):
         engine = VllmEngine(folder, shape, GenerationGrid(ALONE, GenSizes(1, 1)), settings, identity)
     one_device.fill(engine.weights)
     prompts = one_device.make_prompts(num_sequences, PROMPT_TOKENS, shape.vocab_size)
-    one_device.draw(engine, prompts, 8)
+    one_device.draw(engine, prompts, 8, temperature=1.0)
     one_device.synchronize()
     started = time.perf_counter()
-    drawn = one_device.draw(engine, prompts, num_tokens)
+    drawn = one_device.draw(engine, prompts, num_tokens, temperature=1.0)
     one_device.synchronize()
     return Decoded([response.token_ids for response in drawn], time.perf_counter() - started)
 
@@ -90,7 +91,8 @@ def _with(build: Callable[..., Any], **forced: Any) -> Callable[..., Any]:
 
 def test_graphs_are_on_by_default_and_faster(on_device, folder, note):
     """Passes if 256 responses of 256 tokens of a 1.5B model take the default engine at most two thirds of the eager
-    one's time, and if asynchronous scheduling on top draws the same tokens for nine tenths of the prompts.
+    one's time, and if asynchronous scheduling on top draws the same first 32 tokens for three quarters of the prompts:
+    with a seed for each position, none would remain if a draw took the seed of another position.
 
     The gain of asynchronous scheduling is printed, and no bound of the test: it decides whether a run should have it.
     """
@@ -109,4 +111,5 @@ def test_graphs_are_on_by_default_and_faster(on_device, folder, note):
         assert all(len(tokens) == NEW_TOKENS for tokens in found[name].tokens)
     assert found["default"].tokens_per_s > FASTER * found["eager"].tokens_per_s
     pairs = zip(found["default"].tokens, found["default, asynchronous"].tokens, strict=True)
-    assert sum(one == other for one, other in pairs) >= EQUAL_SHARE * NUM_SEQUENCES
+    equal = sum(one[:COMPARED_TOKENS] == other[:COMPARED_TOKENS] for one, other in pairs)
+    assert equal >= EQUAL_SHARE * NUM_SEQUENCES

@@ -62,6 +62,7 @@ def test_rounds(folder: Path, run_ranks: RankLauncher):
     [outcome] = run_ranks(1, test_graphs.live_through_rounds, folder, False, KV_CACHE_BYTES)
     first, second, trained = outcome.rounds
     test_graphs.check_rounds(outcome)
+    test_graphs.check_peak(outcome)
     test_graphs.check_same_up_to_ties(first, second)
     with pytest.raises(AssertionError):
         test_graphs.check_same_up_to_ties(first, trained)
