@@ -46,8 +46,13 @@ ENGINE_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         "override_ddp_config={'overlap_grad_reduce': True} is not supported; set {}",
     ),
     "selective": (
-        {"override_transformer_config": {"recompute_granularity": "selective"}},
-        "override_transformer_config.recompute_modules=['core_attn'] is not supported; choose [core_attn, mlp], or",
+        {
+            "override_transformer_config": {
+                "recompute_granularity": "selective",
+                "recompute_modules": ["layernorm"],
+            }
+        },
+        "override_transformer_config.recompute_modules=['layernorm'] is not supported; choose mlp, or",
     ),
     "dropout": (
         {"override_transformer_config": {"attention_dropout": 0.1}},
@@ -162,6 +167,10 @@ def test_verls_defaults_are_supported(folder: Path):
     settings.check_engine(engine, model_config(folder, override_config=override))
     assert settings.dtype_of(engine) == "bfloat16"
     assert settings.megatron_settings(engine) == MegatronSettings()
+    for modules, recompute in ((["core_attn"], "none"), (["core_attn", "mlp"], "selective")):
+        given = {"recompute_granularity": "selective", "recompute_modules": modules}
+        selective = McoreEngineConfig(override_transformer_config=given)
+        assert settings.megatron_settings(selective).recompute == recompute
     full = McoreEngineConfig(
         override_transformer_config={"recompute_granularity": "full"}, sequence_parallel=False
     )

@@ -80,10 +80,10 @@ def _engine_problems(engine: Any, model: Any) -> Iterator[str]:
         "megatron.override_mcore_model_config", engine.override_mcore_model_config, ("dtype",)
     )
     modules = transformer.get("recompute_modules") or ["core_attn"]
-    if transformer.get("recompute_granularity") == "selective" and set(modules) != {"core_attn", "mlp"}:
+    if transformer.get("recompute_granularity") == "selective" and not {*modules} <= {"core_attn", "mlp"}:
         yield (
-            f"megatron.override_transformer_config.recompute_modules={list(modules)} is not supported; choose"
-            " [core_attn, mlp], or recompute_granularity=full"
+            f"megatron.override_transformer_config.recompute_modules={list(modules)} is not supported; choose mlp, or"
+            " recompute_granularity=full"
         )
     if model.lora_rank or model.lora.get("rank"):
         yield "model.lora_rank is not supported; set 0, which trains all weights"
@@ -124,7 +124,10 @@ def dtype_of(engine: Any) -> str:
 
 def megatron_settings(engine: Any) -> MegatronSettings:
     """Return the features of Megatron-core that are in use."""
-    recompute = engine.override_transformer_config.get("recompute_granularity") or "none"
+    transformer = engine.override_transformer_config
+    recompute = transformer.get("recompute_granularity") or "none"
+    if recompute == "selective" and "mlp" not in (transformer.get("recompute_modules") or ()):
+        recompute = "none"  # core attention is fused, and keeps nothing that could be recomputed
     return MegatronSettings(recompute=recompute, sequence_parallel=engine.sequence_parallel)
 
 
