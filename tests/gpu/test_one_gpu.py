@@ -84,6 +84,7 @@ def trainer(registry, folder):
 @pytest.fixture(scope="module")
 def hybrid(trainer, folder, registry):
     generation = GenerationGrid(ALONE, GenSizes(1, 1))
+    trainer.leave_training()
     engine = VllmEngine(
         folder,
         trainer.shape,

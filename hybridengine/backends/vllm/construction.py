@@ -18,6 +18,8 @@ from hybridengine.topology.generation import GenerationGrid
 
 MAX_BATCHED_TOKENS = 8192
 """Largest number of prompt tokens in a forward pass, which needs memory for each."""
+MEMORY_SHARE = 0.01
+"""Share of the device that vLLM demands to be free at its start, although the KV cache has a size of its own."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ def build_llm(
         distributed_executor_backend="external_launcher",
         enforce_eager=not settings.cuda_graphs,
         enable_sleep_mode=settings.cuda_graphs,
+        gpu_memory_utilization=MEMORY_SHARE,
         kv_cache_memory_bytes=settings.kv_cache_bytes,
         max_model_len=settings.max_model_tokens,
         max_num_seqs=settings.max_sequences,
