@@ -183,6 +183,7 @@ class HybridEngine:
         finally:
             self._cut_buckets = self._cut.num_complete
         report = self._ledger.finish("to_train", Mode.TRAINING, self._training.gradient_bytes)
+        return_memory_to_system()  # what the engine had: gradients are larger than its parts, which would stay cached
         self._training.enter_training()
         self.mode = Mode.TRAINING
         self._cut_buckets = 0

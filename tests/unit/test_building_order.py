@@ -30,12 +30,34 @@ def test_a_trainer_with_gradients_is_refused() -> None:
     assert both.mock_calls == []
 
 
+def hybrid_between(both: mock.Mock) -> HybridEngine:
+    """Return a HybridEngine in training mode whose plan moves nothing; its calls follow those of both sides."""
+    stand_ins = {name: mock.MagicMock() for name in ("PlanExecutor", "inverse_local", "_agreed")}
+    with mock.patch.multiple(hybrid_engine, **stand_ins):
+        hybrid = HybridEngine(mock.Mock(), 0, both.training, both.generation, mock.Mock())
+    both.attach_mock(stand_ins["PlanExecutor"].return_value.run, "run")
+    return hybrid
+
+
 def test_gradients_come_back_after_the_engine_is_empty() -> None:
     both = sides(gradient_bytes=0)
     engine_bytes = list[int]()
     both.training.enter_training.side_effect = lambda: engine_bytes.append(both.generation.weights.live_bytes)
-    stand_ins = {name: mock.MagicMock() for name in ("PlanExecutor", "inverse_local", "_agreed")}
-    with mock.patch.multiple(hybrid_engine, **stand_ins):
-        HybridEngine(mock.Mock(), 0, both.training, both.generation, mock.Mock())
+    hybrid_between(both)
     assert engine_bytes == [0]
     assert both.mock_calls == [mock.call.generation.leave_generation(), mock.call.training.enter_training()]
+
+
+def test_memory_returns_to_the_system_before_gradients_come_back() -> None:
+    both = sides(gradient_bytes=0)
+    hybrid = hybrid_between(both)
+    hybrid.to_generate()
+    both.reset_mock()
+    with mock.patch.object(hybrid_engine, "return_memory_to_system", both.empty):
+        hybrid.to_train()
+    assert [call[0] for call in both.mock_calls] == [
+        "generation.leave_generation",
+        "run",
+        "empty",
+        "training.enter_training",
+    ]
