@@ -30,7 +30,7 @@ from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid
-from hybridengine.weights.storage import WeightStorage
+from hybridengine.weights.storage import WeightStorage, return_memory_to_system
 
 
 class VllmEngine:
@@ -90,14 +90,17 @@ class VllmEngine:
         """Release the KV cache; the HybridEngine releases the weights. Unfinished requests are recomputed later."""
         self._is_ready = False
         self._forget_kv()
-        if not self._settings.cuda_graphs:
+        if self._settings.cuda_graphs:
+            # not release_kv_cache_memory(): it refuses while the scheduler remembers requests that have ended
+            self._engine.model_executor.discard(("kv_cache",))
+        else:
             for storage, _ in self._caches:
                 storage.resize_(0)
+        return_memory_to_system()  # otherwise the trainer's weights take places in the cache's segment, and pin it
 
     def enter_generation(self, version: int) -> None:
         """Reallocate the KV cache, zeroed; the weights are those of `version` now."""
-        if self._is_on_gpu:  # one allocation, too large for the gaps of the caching allocator
-            torch.cuda.empty_cache()
+        return_memory_to_system()  # one allocation, too large for the gaps of the caching allocator
         if self._settings.cuda_graphs:
             self._llm.wake_up(tags=["kv_cache"])
         else:
