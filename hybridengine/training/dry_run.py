@@ -48,12 +48,23 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
         + f" (p-t-d); {'the actor itself generates at' if config.engines else 'generation'} {config.actor.generate}"
         + f" (p_g-t_g) in {generation.num_replicas} engine(s)"
         + (f", d_g={generation.micro_dp_size}" if generation.nests else ", sizes that do not nest"),
+        _decoding_line(config),
         f"switch: each rank receives at most {format_bytes(cost.received_bytes_max)}"
         f" ({cost.received_bytes_max / total:.1%} of the model), peak"
         f" {format_bytes(cost.peak_weight_bytes_max)} of weights (training shard"
         f" {format_bytes(cost.train_shard_bytes_max)}, generation shard {format_bytes(cost.gen_shard_bytes_max)}),"
         f" redundant {format_bytes(cost.redundant_bytes_max)}; back: 0 B received",
     ]
+
+
+def _decoding_line(config: RunConfig) -> str:
+    """Return a line that says whether decoding captures CUDA graphs."""
+    if not config.captures_graphs:
+        why = "on a CPU" if config.cluster.device == "cpu" else "rollout.cuda_graphs=false"
+        return f"decoding: eager ({why})"
+    why = "rollout.cuda_graphs=true" if config.rollout.cuda_graphs else "the default on GPUs"
+    where = "" if config.cluster.device == "cuda" else ", eager where ranks have no GPUs"
+    return f"decoding: CUDA graphs ({why}), with the engine's weights in sleep mode{where}"
 
 
 def _pool_lines(config: RunConfig) -> list[str]:

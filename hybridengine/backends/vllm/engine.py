@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,16 @@ class VllmEngine:
         identity: str,
     ) -> None:
         self.layout: Layout = vllm_layout(shape, generation)
-        self._is_on_gpu = torch.cuda.is_available()
+        on_gpu = torch.cuda.is_available()
+        if settings.cuda_graphs is None:
+            settings = replace(settings, cuda_graphs=on_gpu)
         stages = shape.gen_stage_layers(generation.train.sizes.pp_size, generation.sizes.pp_size)
         with nothing_collected():  # otherwise vLLM imports them while it builds
             importlib.import_module("vllm.entrypoints.llm")
             importlib.import_module("vllm.v1.engine.core")
         with process_state_kept():
             install_groups(generation, identity)
-            self._llm = build_llm(folder, generation, settings, stages, self._is_on_gpu)
+            self._llm = build_llm(folder, generation, settings, stages, on_gpu)
         self._engine = self._llm.llm_engine
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         prepare_pipeline(self._runner, generation)
