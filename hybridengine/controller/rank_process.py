@@ -133,6 +133,9 @@ class RankProcess:
         backend = "gloo"
         if identity.node_gpus:
             torch.cuda.set_device(identity.local_rank)
+            threads = num_threads(identity.local_world_size, os.environ.get("OMP_NUM_THREADS"))
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+            torch.set_num_threads(threads)
             backend = "cpu:gloo,cuda:nccl"
         try:
             if self._store is None:
@@ -193,6 +196,14 @@ class RankProcess:
 def placed_gpu(name: str, visible: str | None) -> Gpu:
     """Return the GPU with this name, given the node's CUDA_VISIBLE_DEVICES; without that, names are indices."""
     return (visible.split(",").index(name) if visible else int(name)), name
+
+
+def num_threads(num_ranks: int, given: str | None) -> int:
+    """Return the number of threads for each of a node's ranks: its share of the cores, or what OMP_NUM_THREADS gives.
+
+    A single thread does not count as given: Ray sets it, since it gives each rank one of its logical CPUs.
+    """
+    return int(given) if given not in (None, "1") else max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
 def process_environment(use_gpus: bool, extra: Mapping[str, str]) -> dict[str, str]:

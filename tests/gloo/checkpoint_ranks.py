@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import SavePlan
 
 from hybridengine.backends.megatron import checkpoint
 from hybridengine.backends.megatron.checkpoint import BackgroundSave, BoxPlanner, load_checkpoint
+from hybridengine.backends.megatron.offload import HostBuffer
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.checkpoints.digests import digests_of
 from hybridengine.checkpoints.folders import ROLE_FILES, FileList, read_kept
@@ -167,12 +168,16 @@ def save_where_a_rank_is_refused(rank: int, source: Path, folder: Path) -> tuple
     write, limits = checkpoint._RankWriter.write_data, resource.getrlimit(resource.RLIMIT_FSIZE)
     copies, errors = list[weakref.ref[Tensor]](), list[str]()
 
+    def copied(buffer: HostBuffer, tensor: Tensor) -> Tensor:
+        copies.append(weakref.ref(copy := host_copy(buffer, tensor)))
+        return copy
+
     def write_in_own_time(writer: Any, plan: SavePlan, planner: BoxPlanner) -> Any:
-        copies.extend(weakref.ref(tensor) for _, tensor in planner.boxes.values())
         if rank == 0:
             time.sleep(1)
         return write(writer, plan, planner)
 
+    host_copy, HostBuffer.host_copy = HostBuffer.host_copy, copied  # type: ignore[method-assign]
     checkpoint._RankWriter.write_data = write_in_own_time  # type: ignore[method-assign,assignment]
     gc.disable()
     for name in ("refused", "next"):

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.futures import Future
 
 from hybridengine.backends.megatron import compat
+from hybridengine.backends.megatron.offload import HostBuffer
 from hybridengine.backends.megatron.shim import device_shim
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.checkpoints.conversion import ROLE_FILE, WEIGHTS, read_role_of
@@ -50,12 +51,19 @@ T = TypeVar("T")
 MASTER = "master"
 PROBE_BYTES = 65_536
 """Probe size, larger than the files that a save writes before all ranks have met."""
+HELD_BYTES = 4
+"""Bytes for each parameter of a rank's shard, below which the copies of a save stay."""
+LONGEST_PAUSE_S = 600.0
+"""Time limit of a rank's wait for the disk to take a part, in seconds; the save fails then, and the run continues."""
 LONGEST_SAVE = timedelta(days=1)
 """Time limit of the threads' messages; the run's own limit, which names the late ranks, is timeouts.save_s."""
 
 
 class BackgroundSave:
-    """One save of a trainer: a thread of each rank writes a copy in host memory while training continues.
+    """One save of a trainer: a thread of each rank writes copies in host memory while training continues.
+
+    Training continues as soon as all is copied. A rank copies part by part, and waits where the copies that are not
+    written yet would take `HELD_BYTES` for each parameter of its shard: at d >= 4 they never do.
 
     The threads have their own process group, because the ranks may be in the middle of a step.
 
@@ -65,20 +73,19 @@ class BackgroundSave:
 
     Raises:
         StorageError: the weights are in the generation engine.
-        CheckpointError: on all ranks, if one cannot write to the folder, or has no memory for the copy.
+        CheckpointError: on all ranks, if one cannot write to the folder, or has no memory for the optimizer's state.
     """
 
     def __init__(self, trainer: MegatronTrainer, folder: Path, more: dict[str, Any]) -> None:
         trainer.expect_weights()
         self._rank, self._folder = trainer.rank, folder
-        planner, refused = BoxPlanner(), _probe(folder, self._rank)
+        num_parameters = sum(trainer.weights[name].numel() for name in trainer.weights.names)
+        planner, refused = BoxPlanner(HELD_BYTES * num_parameters), _probe(folder, self._rank)
         try:
             for name, box, part in _saved(trainer):
-                whole = trainer.shape.tensors[name.partition(".")[2]]
-                planner.add(name, box, whole, part.detach().to("cpu", copy=True).contiguous())
-        except (MemoryError, RuntimeError) as error:  # raised by torch when memory is exhausted
-            refused = refused or error.with_traceback(None)  # the traceback's frame would hold the copies
-            planner.boxes.clear()
+                planner.add(name, box, trainer.shape.tensors[name.partition(".")[2]], part.detach())
+        except (MemoryError, RuntimeError) as error:  # raised by torch when there is no memory for moments
+            refused = refused or error.with_traceback(None)
         self._role = {**_model_json(trainer), **trainer.counters(), **more}
         with device_shim():
             tracker: Any = get_cuda_rng_tracker()
@@ -91,6 +98,7 @@ class BackgroundSave:
         self._outcome: bool | CheckpointError = False
         self._thread = threading.Thread(target=self._write, args=(planner,), name="checkpoint", daemon=True)
         self._thread.start()
+        planner.copy_all()
 
     def _agree_on(self, refused: Exception | None) -> None:
         """Raise on all ranks if one of them is refused, so that none waits for another that has stopped."""
@@ -108,11 +116,11 @@ class BackgroundSave:
         except (Exception, CheckpointException) as error:  # torch's is not an Exception
             failures = error.failures if isinstance(error, CheckpointException) else {}
             rank, (why, _) = min(failures.items()) if failures else (self._rank, (error, None))
-            traceback.clear_frames(error.__traceback__)  # the frames hold copies
+            traceback.clear_frames(error.__traceback__)  # the frames hold a copy
             reason = f"could not be written by rank {rank}: {type(why).__name__}: {why}"
             self._outcome = CheckpointError(f"{self._folder} {reason}")
         finally:
-            planner.boxes.clear()
+            planner.end()
             dist.destroy_process_group(self._own_group)
 
     def _own_digests(self) -> dict[str, FileDigest]:
@@ -150,32 +158,97 @@ class BackgroundSave:
 
 
 class BoxPlanner(DefaultSavePlanner):
-    """Writes boxes of logical tensors, and frees each after writing."""
+    """Writes boxes of logical tensors, which one thread copies and another one writes, in the order of `add`.
 
-    def __init__(self) -> None:
+    Copies that are not written yet take less than `most_bytes`, or are a single one.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.boxes: dict[MetadataIndex, tuple[WriteItem, Tensor]] = {}
+        self._most_bytes, self._held_bytes = most_bytes, 0
+        self._items: list[WriteItem] = []
+        self._boxes: dict[MetadataIndex, Tensor] = {}
+        self._copies: dict[MetadataIndex, Tensor] = {}
+        self._written: Tensor | None = None
+        """Copy that is being written; it is whole when the next one is asked for."""
+        self._changed = threading.Condition()
+        self._fault: Exception | None = None
+        self._has_ended = False
 
     def add(self, name: str, box: Box, whole: tuple[int, ...], part: Tensor) -> None:
         """Add the elements of one box of a tensor."""
         index = MetadataIndex(name, starts(box))
         chunk = ChunkStorageMetadata(torch.Size(starts(box)), torch.Size(extents(box)))
-        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(part), torch.Size(whole))
-        self.boxes[index] = WriteItem(index, WriteItemType.SHARD, tensor_data=data), part
+        data = TensorWriteData(chunk, TensorProperties(dtype=part.dtype), torch.Size(whole))
+        self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        self._boxes[index] = part
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([item for item, _ in self.boxes.values()])
+        self.plan = SavePlan(self._items)
         return self.plan
 
+    def copy_all(self) -> None:
+        """Copy all boxes to host memory; what fails here fails the writing thread."""
+        buffer = HostBuffer()
+        try:
+            for index in list(self._boxes):
+                box = self._boxes.pop(index)
+                self._wait_for_room(box.nbytes)
+                if self._has_ended:  # with an error, which is the save's
+                    break
+                copy = buffer.host_copy(box)
+                with self._changed:
+                    self._copies[index] = copy
+                    self._held_bytes += copy.nbytes
+                    self._changed.notify_all()
+                del copy
+        except (MemoryError, RuntimeError, TimeoutError) as error:  # torch raises the first two
+            with self._changed:
+                self._fault = error.with_traceback(None)
+                self._changed.notify_all()
+        self._boxes.clear()
+
+    def _wait_for_room(self, num_bytes: int) -> None:
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: (
+                    self._has_ended or not self._held_bytes or self._held_bytes + num_bytes < self._most_bytes
+                ),
+                timeout=LONGEST_PAUSE_S,
+            ):
+                raise TimeoutError(f"the disk has taken no part for {LONGEST_PAUSE_S:g} s")
+
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self.boxes.pop(write_item.index)[1]
+        with self._changed:
+            self._free()
+            self._changed.wait_for(lambda: self._fault or write_item.index in self._copies)
+            if self._fault:
+                raise self._fault
+            self._written = self._copies.pop(write_item.index)
+            return self._written
+
+    def _free(self) -> None:
+        """Free the copy that has been written, to which the writer still has references."""
+        if self._written is not None:
+            self._held_bytes -= self._written.nbytes
+            self._written.untyped_storage().resize_(0)
+            self._written = None
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Free what is left, and let `copy_all` return."""
+        with self._changed:
+            self._has_ended = True
+            self._copies.clear()
+            self._free()
+            self._changed.notify_all()
 
 
 class _RankWriter(FileSystemWriter):
     """Writes a rank's tensors, and then the states of its random number generators."""
 
     def __init__(self, folder: Path, rank: int, random: dict[str, Any], written: threading.Event) -> None:
-        super().__init__(folder)
+        super().__init__(folder, per_thread_copy_ahead=0)  # it would sort tensors on a GPU
         self._written = written
         self._random_file, self._random = folder / _random_file(rank), random
 

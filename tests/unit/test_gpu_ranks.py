@@ -1,11 +1,14 @@
-"""Numbering of ranks by their GPUs, whatever CUDA_VISIBLE_DEVICES calls them. There is no GPU: the names are given."""
+"""Ranks on GPUs: their numbers, by whatever CUDA_VISIBLE_DEVICES names, and threads. There is no GPU: names are given."""
 
 from __future__ import annotations
+
+import os
+from unittest import mock
 
 import pytest
 
 from hybridengine.controller.pool import _number
-from hybridengine.controller.rank_process import placed_gpu
+from hybridengine.controller.rank_process import num_threads, placed_gpu
 
 UUIDS = "GPU-8932f937-d72c,GPU-1c5a80f3-02bd"
 MIGS = "MIG-c7384736-a75d,MIG-28ad7b56-5b3f"
@@ -46,3 +49,14 @@ def test_ranks_without_gpus_keep_their_order() -> None:
     processes, identities = _number(["p", "q"], [("a", None), ("a", None)], [2])
     assert processes == ["p", "q"]
     assert [one.node_gpus for one in identities] == [(), ()]
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_ranks", "given", "expected"),
+    [(96, 8, "1", 12), (96, 8, None, 12), (96, 8, "4", 4), (4, 8, "1", 1), (30, 4, "1", 7)],
+)
+def test_ranks_on_gpus_share_the_cores(
+    num_cores: int, num_ranks: int, given: str | None, expected: int
+) -> None:
+    with mock.patch.object(os, "sched_getaffinity", return_value=set(range(num_cores))):
+        assert num_threads(num_ranks, given) == expected
