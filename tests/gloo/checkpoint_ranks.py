@@ -52,12 +52,19 @@ def empty_folder(folder: Path) -> Path:
     return folder
 
 
+def copied(save: BackgroundSave) -> None:
+    """Wait until this rank has copied its state."""
+    while not save.copy_more():
+        time.sleep(0.01)
+
+
 def ended(save: BackgroundSave) -> None:
     """Wait until the folder is complete.
 
     Raises:
         CheckpointError: the folder will not be complete; raised on all ranks.
     """
+    copied(save)
     deadline, told = time.monotonic() + LIMIT_S, [save.end(last=False)]
     while dist.get_rank() == 0 and told[0] is False:
         time.sleep(0.01)
@@ -80,6 +87,7 @@ def save_while_training(
         trainer = make_trainer(shape, grid, rank, registry, source, dtype)
         step(trainer, 0)
         save = BackgroundSave(trainer, folder, {"updates": 7})
+        copied(save)
         step(trainer, 1)
         ended(save)
         listed = read_kept(folder / ROLE_FILES, FileList).files
@@ -168,7 +176,7 @@ def save_where_a_rank_is_refused(rank: int, source: Path, folder: Path) -> tuple
     write, limits = checkpoint._RankWriter.write_data, resource.getrlimit(resource.RLIMIT_FSIZE)
     copies, errors = list[weakref.ref[Tensor]](), list[str]()
 
-    def copied(buffer: HostBuffer, tensor: Tensor) -> Tensor:
+    def recorded(buffer: HostBuffer, tensor: Tensor) -> Tensor:
         copies.append(weakref.ref(copy := host_copy(buffer, tensor)))
         return copy
 
@@ -177,7 +185,7 @@ def save_where_a_rank_is_refused(rank: int, source: Path, folder: Path) -> tuple
             time.sleep(1)
         return write(writer, plan, planner)
 
-    host_copy, HostBuffer.host_copy = HostBuffer.host_copy, copied  # type: ignore[method-assign]
+    host_copy, HostBuffer.host_copy = HostBuffer.host_copy, recorded  # type: ignore[method-assign]
     checkpoint._RankWriter.write_data = write_in_own_time  # type: ignore[method-assign,assignment]
     gc.disable()
     for name in ("refused", "next"):

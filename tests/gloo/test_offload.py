@@ -106,14 +106,14 @@ def test_copies_part_by_part(part: int, run_ranks: RankLauncher) -> None:
 
 
 def save_slowly(rank: int, folder: Path, checkpoint: Path) -> dict[str, Any]:
-    """Save with a disk that takes a tensor only when the copying thread waits for it; return the bytes of copies."""
+    """Save with a disk that takes a tensor only when there is no room for another copy; return the bytes of copies."""
     trainer = make_trainer(
         ModelShape.from_folder(folder), Grid(TrainSizes(1, 1, 1)), rank, ProcessGroups(), folder, "bfloat16"
     )
     step(trainer, 0)
     copies, total, peak = list[weakref.ref[Tensor]](), 0, 0
     waits, buffers = threading.Event(), list[HostBuffer]()
-    host_copy, wait, resolve = HostBuffer.host_copy, BoxPlanner._wait_for_room, BoxPlanner.resolve_data
+    host_copy, copy_some, resolve = HostBuffer.host_copy, BoxPlanner.copy_some, BoxPlanner.resolve_data
 
     def counted(buffer: HostBuffer, tensor: Tensor) -> Tensor:
         nonlocal total, peak
@@ -124,16 +124,16 @@ def save_slowly(rank: int, folder: Path, checkpoint: Path) -> dict[str, Any]:
         buffers[:] = [buffer]
         return copy
 
-    def waiting(planner: BoxPlanner, num_bytes: int) -> None:
-        if planner._held_bytes + num_bytes >= planner._most_bytes:
+    def until_full(planner: BoxPlanner) -> bool:
+        if not (all_copied := copy_some(planner)):
             waits.set()
-        wait(planner, num_bytes)
+        return all_copied
 
     def slow(planner: BoxPlanner, item: Any) -> Tensor:
         waits.wait(timeout=60)
         return resolve(planner, item)
 
-    HostBuffer.host_copy, BoxPlanner._wait_for_room, BoxPlanner.resolve_data = counted, waiting, slow  # type: ignore
+    HostBuffer.host_copy, BoxPlanner.copy_some, BoxPlanner.resolve_data = counted, until_full, slow  # type: ignore
     before = state_of(trainer)
     save = BackgroundSave(trainer, checkpoint, {})
     ended(save)

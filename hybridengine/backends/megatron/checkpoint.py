@@ -53,8 +53,6 @@ PROBE_BYTES = 65_536
 """Probe size, larger than the files that a save writes before all ranks have met."""
 HELD_BYTES = 4
 """Bytes for each parameter of a rank's shard, below which the copies of a save stay."""
-LONGEST_PAUSE_S = 600.0
-"""Time limit of a rank's wait for the disk to take a part, in seconds; the save fails then, and the run continues."""
 LONGEST_SAVE = timedelta(days=1)
 """Time limit of the threads' messages; the run's own limit, which names the late ranks, is timeouts.save_s."""
 
@@ -62,8 +60,8 @@ LONGEST_SAVE = timedelta(days=1)
 class BackgroundSave:
     """One save of a trainer: a thread of each rank writes copies in host memory while training continues.
 
-    Training continues as soon as all is copied. A rank copies part by part, and waits where the copies that are not
-    written yet would take `HELD_BYTES` for each parameter of its shard: at d >= 4 they never do.
+    Training may continue when `copy_more` returns True on all ranks. Copies that are not written yet take less than
+    `HELD_BYTES` for each parameter of a rank's shard: at d >= 4 all of them fit, else the disk must take some first.
 
     The threads have their own process group, because the ranks may be in the middle of a step.
 
@@ -80,7 +78,8 @@ class BackgroundSave:
         trainer.expect_weights()
         self._rank, self._folder = trainer.rank, folder
         num_parameters = sum(trainer.weights[name].numel() for name in trainer.weights.names)
-        planner, refused = BoxPlanner(HELD_BYTES * num_parameters), _probe(folder, self._rank)
+        self._planner = planner = BoxPlanner(HELD_BYTES * num_parameters)
+        refused = _probe(folder, self._rank)
         try:
             for name, box, part in _saved(trainer):
                 planner.add(name, box, trainer.shape.tensors[name.partition(".")[2]], part.detach())
@@ -98,7 +97,7 @@ class BackgroundSave:
         self._outcome: bool | CheckpointError = False
         self._thread = threading.Thread(target=self._write, args=(planner,), name="checkpoint", daemon=True)
         self._thread.start()
-        planner.copy_all()
+        planner.copy_some()
 
     def _agree_on(self, refused: Exception | None) -> None:
         """Raise on all ranks if one of them is refused, so that none waits for another that has stopped."""
@@ -137,10 +136,16 @@ class BackgroundSave:
             raise self._late()
         end_role(self._folder, {name: digest for part in digests for name, digest in part.items()})
 
+    def copy_more(self) -> bool:
+        """Copy what there is room for; return True if training may continue, which changes what is not copied."""
+        return self._planner.copy_some()
+
     def end(self, last: bool) -> bool | CheckpointError:
         """Return True if the folder is complete, False if not yet, or why not; if `last`, late ranks count as failed."""
+        self.copy_more()
         if last and self._outcome is False:
             self._given_up.set()
+            self._planner.fail(self._late())
             if self._rank == 0 or not self._has_written.is_set():
                 return self._late()
         return self._outcome
@@ -158,7 +163,7 @@ class BackgroundSave:
 
 
 class BoxPlanner(DefaultSavePlanner):
-    """Writes boxes of logical tensors, which one thread copies and another one writes, in the order of `add`.
+    """Writes boxes of logical tensors, which the main thread copies and another one writes, in the order of `add`.
 
     Copies that are not written yet take less than `most_bytes`, or are a single one.
     """
@@ -172,7 +177,7 @@ class BoxPlanner(DefaultSavePlanner):
         self._written: Tensor | None = None
         """Copy that is being written; it is whole when the next one is asked for."""
         self._changed = threading.Condition()
-        self._fault: Exception | None = None
+        self._buffer, self._fault = HostBuffer(), cast(Exception | None, None)
         self._has_ended = False
 
     def add(self, name: str, box: Box, whole: tuple[int, ...], part: Tensor) -> None:
@@ -187,36 +192,35 @@ class BoxPlanner(DefaultSavePlanner):
         self.plan = SavePlan(self._items)
         return self.plan
 
-    def copy_all(self) -> None:
-        """Copy all boxes to host memory; what fails here fails the writing thread."""
-        buffer = HostBuffer()
+    def copy_some(self) -> bool:
+        """Copy boxes to host memory while there is room; return True if nothing is left to copy.
+
+        What fails here fails the writing thread.
+        """
         try:
-            for index in list(self._boxes):
-                box = self._boxes.pop(index)
-                self._wait_for_room(box.nbytes)
-                if self._has_ended:  # with an error, which is the save's
-                    break
-                copy = buffer.host_copy(box)
+            for index, box in list(self._boxes.items()):
                 with self._changed:
+                    if self._held_bytes and self._held_bytes + box.nbytes >= self._most_bytes:
+                        return False
+                copy = self._buffer.host_copy(box)
+                with self._changed:
+                    if self._has_ended:
+                        break
+                    del self._boxes[index]
                     self._copies[index] = copy
                     self._held_bytes += copy.nbytes
                     self._changed.notify_all()
-                del copy
-        except (MemoryError, RuntimeError, TimeoutError) as error:  # torch raises the first two
-            with self._changed:
-                self._fault = error.with_traceback(None)
-                self._changed.notify_all()
-        self._boxes.clear()
+        except (MemoryError, RuntimeError) as error:  # raised by torch when memory is exhausted
+            self.fail(error.with_traceback(None))
+        return True
 
-    def _wait_for_room(self, num_bytes: int) -> None:
+    def fail(self, fault: Exception) -> None:
+        """Copy nothing more, and raise `fault` in the writing thread; do nothing if all is copied."""
         with self._changed:
-            if not self._changed.wait_for(
-                lambda: (
-                    self._has_ended or not self._held_bytes or self._held_bytes + num_bytes < self._most_bytes
-                ),
-                timeout=LONGEST_PAUSE_S,
-            ):
-                raise TimeoutError(f"the disk has taken no part for {LONGEST_PAUSE_S:g} s")
+            if self._boxes:
+                self._fault = fault
+                self._boxes.clear()
+                self._changed.notify_all()
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         with self._changed:
@@ -233,15 +237,14 @@ class BoxPlanner(DefaultSavePlanner):
             self._held_bytes -= self._written.nbytes
             self._written.untyped_storage().resize_(0)
             self._written = None
-            self._changed.notify_all()
 
     def end(self) -> None:
-        """Free what is left, and let `copy_all` return."""
+        """Free what is left, and copy nothing more."""
         with self._changed:
             self._has_ended = True
+            self._boxes.clear()
             self._copies.clear()
             self._free()
-            self._changed.notify_all()
 
 
 class _RankWriter(FileSystemWriter):
