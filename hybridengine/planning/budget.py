@@ -153,15 +153,21 @@ def _load(models: list[tuple[ModelHolder, ModelMemory]], states: list[StateBytes
     return peak
 
 
+def _offloads(holder: ModelHolder, what: str) -> bool:
+    return getattr(holder.section, "offload", None) == what
+
+
 def _states(config: RunConfig, holder: ModelHolder, memory: ModelMemory) -> StateBytes:
     trains = holder.role in TRAINED
     passes = [
         _activations(config, holder, trains=False),
         _activations(config, holder, trains=True) if trains else 0,
     ]
+    if _offloads(holder, "weights"):
+        return StateBytes(0, memory.weights_bytes + passes[0], 0, 0)
     return memory.states(
         is_actor=holder.role == "actor",
-        offloads=getattr(holder.section, "offload", None) == "optimizer",
+        offloads=_offloads(holder, "optimizer"),
         infer=passes[0],
         update=passes[1],
     )
@@ -198,7 +204,8 @@ def _host_bytes(config: RunConfig, models: list[tuple[ModelHolder, ModelMemory]]
     """Return the bytes of offloaded state, and of the copies of a save, all models of which save at once."""
     offloaded, saved = 0, 0
     for holder, memory in models:
-        offloaded += memory.optimizer_bytes * (getattr(holder.section, "offload", None) == "optimizer")
+        offloaded += memory.optimizer_bytes * _offloads(holder, "optimizer")
+        offloaded += memory.weights_bytes * _offloads(holder, "weights")
         if config.checkpoint.every and memory.gradients_bytes:
             num_parameters = memory.weights_bytes // DTYPE_BYTES[config.model.dtype]
             whole = memory.optimizer_bytes + memory.weights_bytes // holder.sizes.dp_size
@@ -232,6 +239,9 @@ def _remedies(config: RunConfig, pool: str, phase: str, graphs: bool) -> Iterato
             if one.section.micro_batch_tokens > config.max_tokens
         )
     yield from (f"set {one.name}.offload=optimizer" for one in trained if one.section.offload == "none")
+    stays = any(one.role == "reference" and not _offloads(one, "weights") for one in models)
+    if stays and phase not in ("start", "load"):
+        yield "set reference.offload=weights"
     yield from (f"raise p or t in {one.name}.parallel={one.sizes}" for one in models)
     yield "move roles to ranks of their own (cluster.pools)"
     yield "take more ranks, or devices with more memory"

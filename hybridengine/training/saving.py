@@ -1,8 +1,8 @@
 """Saving of checkpoints during a run, and loading of the state of a resumed run.
 
-Between two iterations, every trained role copies its state to host memory and writes it in the background; the run waits for
-the copies, of which a rank holds only some at a time (backends/megatron/checkpoint.py). Once all have
-written, the checkpoint is renamed, if need be by the resumed run. A failed save does not end the run.
+Between two iterations, every trained role copies its state to host memory and writes it in the background; the run waits
+for the copies, of which a rank holds only some at a time (backends/megatron/checkpoint.py). Once all have written, the
+checkpoint is renamed, if need be by the resumed run. A failed save does not end the run.
 """
 
 from __future__ import annotations

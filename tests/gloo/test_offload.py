@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.backends.megatron.checkpoint import HELD_BYTES, BackgroundSave, BoxPlanner, load_checkpoint
-from hybridengine.backends.megatron.offload import PART_BYTES, HostBuffer
+from hybridengine.backends.megatron.offload import PART_BYTES, HostBuffer, WeightOffload
 from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
@@ -70,6 +70,33 @@ def test_steps_with_offload_equal_those_without(dtype: str, tmp_path: Path, run_
         assert all(len(places) == 1 for places in seen["places"]), "the state is in one buffer"
         assert len(set().union(*seen["places"])) == 1, "which is persistent"
         assert all(seen["on_device"])
+
+
+def compute_with_offload(rank: int, folder: Path) -> list[tuple[int, bool]]:
+    """Return (bytes of weights between passes, True if outputs are those of weights that stay), over two passes."""
+    model = make_trainer(
+        ModelShape.from_folder(folder), Grid(TrainSizes(1, 1, 1)), rank, ProcessGroups(), folder
+    )
+
+    def outputs() -> Tensor:
+        tokens = {"tokens": torch.arange(12).view(2, 6)}
+        targets = tokens["tokens"][:, 1:]
+        return model.forward([tokens], lambda found, _: {"of": found[:, :-1].log_probs(targets)[0]})[0]["of"]
+
+    expected, seen = outputs(), list[tuple[int, bool]]()
+    offload = WeightOffload(model.weights)
+    for _ in range(2):
+        held = model.weights.live_bytes
+        with offload.on_device():
+            seen.append((held, torch.equal(outputs(), expected)))
+    assert model.weights.live_bytes == 0
+    return seen
+
+
+def test_offloaded_weights_compute_the_same(tmp_path: Path, run_ranks: RankLauncher) -> None:
+    write_model(tmp_path, "qwen3", tied=False)
+    (seen,) = run_ranks(1, compute_with_offload, tmp_path)
+    assert seen == [(0, True), (0, True)]
 
 
 def copy_to_host(rank: int, monkey_part: int) -> None:

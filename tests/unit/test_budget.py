@@ -120,3 +120,13 @@ def test_a_cpu_has_no_context_and_no_graphs() -> None:
     config = loaded("cluster.device=cpu")
     on_cpu, on_gpu = budgets(config, on_gpus=False)["main"], budgets(config)["main"]
     assert on_gpu.device_bytes["save"] - on_cpu.device_bytes["save"] == GPU_BYTES
+
+
+def test_an_offloaded_reference_is_in_host_memory() -> None:
+    kept, offloaded = (budgets(loaded(f"reference.offload={where}"))["main"] for where in ("none", "weights"))
+    reference = counted(loaded())[0]["reference"]
+    assert offloaded.host_bytes - kept.host_bytes == reference
+    lower = {phase: kept.device_bytes[phase] - offloaded.device_bytes[phase] for phase in kept.device_bytes}
+    assert lower == {"start": 0, "load": 0} | dict.fromkeys(
+        ("training step", "switch", "generation", "save"), reference
+    )

@@ -1,7 +1,8 @@
-"""Copies between device and host memory, and the optimizer's state in host memory while the device is for others."""
+"""Copies between device and host memory, and state that is in host memory while the device is for others."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from hybridengine.backends.megatron import compat
 from hybridengine.backends.megatron.shim import device, device_shim, is_needed
+from hybridengine.weights.storage import WeightStorage
 
 ALIGNMENT = 256
 """Bytes to a multiple of which each tensor in a buffer begins, as in torch's allocators."""
@@ -111,3 +113,23 @@ class OptimizerOffload:
                 for name, value in state.items():
                     if isinstance(value, Tensor):
                         yield (lambda tensor, of=state, key=name: of.__setitem__(key, tensor)), value
+
+
+class WeightOffload:
+    """Weights that do not change, in a host buffer except while `on_device`."""
+
+    def __init__(self, weights: WeightStorage) -> None:
+        self._weights, self._buffer = weights, HostBuffer()
+        self._tensors = [weights[name] for name in weights.names]
+        self._copies = self._buffer.take(self._tensors)
+        weights.release()
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Return a context manager in which the weights are on the device; it gives up their memory at its end."""
+        try:
+            self._weights.materialise()
+            self._buffer.copy(self._tensors, self._copies)
+            yield
+        finally:
+            self._weights.release()
