@@ -105,7 +105,7 @@ class TrainedWorker(ModelWorker):
 
     @register(ONE_TO_ALL)
     def begin_save(self, folder: str) -> CheckpointError | None:
-        """Copy weights, optimizer and counters to host memory, and start writing them into an empty folder.
+        """Start copying weights, optimizer and counters to host memory, and writing them into an empty folder.
 
         Return None, or on all ranks the error of a rank that cannot write or is still writing an earlier save.
         """
@@ -119,6 +119,12 @@ class TrainedWorker(ModelWorker):
         except CheckpointError as error:
             return error
         return None
+
+    @register(ONE_TO_ALL)
+    def copy_save(self) -> bool:
+        """Copy what there is room for; return True if all is copied, so that training may continue."""
+        assert self._save is not None, "begin_save comes first"
+        return self._save.copy_more()
 
     @register(ONE_TO_ALL)
     def end_save(self, last: bool) -> bool | CheckpointError:

@@ -19,8 +19,9 @@ from hybridengine.doctor.findings import THIS_MACHINE, Finding, Level, Subject, 
 from hybridengine.doctor.judging import RunNeeds, examine_machine
 from hybridengine.doctor.node_facts import node_facts
 from hybridengine.errors import HybridEngineError
+from hybridengine.planning.budget import budget_of
 from hybridengine.planning.costs.memory import checkpoint_bytes
-from hybridengine.training.dry_run import RANK_BYTES, cost_of, phase_bytes
+from hybridengine.training.dry_run import cost_of
 
 DESCRIPTION = """Examine this machine's installation, then every node of the cluster, and print what to fix: versions of
 packages and Python, devices and drivers, memory, the shared run.folder, clocks, and ports and links between all nodes.
@@ -79,12 +80,15 @@ def _needs(config: RunConfig | None, folder: str | None) -> RunNeeds:
     saved = checkpoint_bytes(config) if config.checkpoint.every else 0
     kept = config.checkpoint.keep + (2 if config.checkpoint.best else 1)
     cost = cost_of(config)
+    on_gpus = [budget_of(config, pool, cost, on_gpus=True) for pool in config.pools]
+    on_cpus = [budget_of(config, pool, cost, on_gpus=False) for pool in config.pools]
     return RunNeeds(
         folder=str(Path(folder or config.run.folder).resolve()),
         device=config.cluster.device,
         pools=tuple(tuple(pool.ranks_per_node) for pool in config.pools.values()),
-        gpu_rank_bytes=RANK_BYTES + saved // config.num_ranks,
-        model_bytes=max(max(phase_bytes(config, pool, cost).values()) for pool in config.pools),
+        gpu_rank_bytes=max(budget.host_bytes for budget in on_gpus),
+        model_bytes=max(budget.device_bytes[budget.peak] for budget in on_cpus),
+        budgets=tuple(on_gpus),
         kept_bytes=kept * saved,
         checkpoint_bytes=saved,
         start_limit_s=config.timeouts.start_s,

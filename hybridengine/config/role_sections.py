@@ -122,3 +122,5 @@ class ReferenceSection(Section):
     """Sizes p-t-d; the actor's by default."""
     micro_batch_tokens: Count = 4096
     """Maximum number of tokens in one micro-batch."""
+    offload: Literal["none", "weights"] = "none"
+    """weights: they are in host memory while the reference computes nothing."""

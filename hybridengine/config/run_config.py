@@ -132,6 +132,11 @@ class RunConfig(Section):
         return self.actor.bucket_bytes // DTYPE_BYTES[self.model.dtype]
 
     @property
+    def captures_graphs(self) -> bool:
+        """True if decoding captures CUDA graphs where ranks have GPUs."""
+        return self.cluster.device != "cpu" and self.rollout.cuda_graphs is not False
+
+    @property
     def engines(self) -> tuple[tuple[int, ...], ...]:
         """Ranks on each node of every engine of the role generation; empty without it."""
         if "generation" not in self.algorithm.roles:

@@ -147,8 +147,9 @@ class RolloutSection(Section):
     """Size of the KV cache of one rank."""
     max_num_seqs: Count = 256
     """Maximum number of sequences that an engine runs at once."""
-    cuda_graphs: bool = False
-    """Capture CUDA graphs for decoding; weights then use vLLM's sleep mode, which allocates them all at once."""
+    cuda_graphs: bool | None = None
+    """Capture CUDA graphs for decoding, by default on GPUs; weights then use vLLM's sleep mode, which allocates them all
+    at once."""
 
 
 class GenerationSection(Section):

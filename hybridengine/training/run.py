@@ -26,13 +26,14 @@ from hybridengine.data.datasets import DemonstrationDataset
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.errors import HybridEngineError, OutputError, WorkerError, raise_all
 from hybridengine.formatting import format_bytes
+from hybridengine.planning.budget import HOST_BYTES
 from hybridengine.planning.simulation.bound_prices import bound_warning
 from hybridengine.redaction import without_secrets
 from hybridengine.report.console import summary_table
 from hybridengine.report.step_rows import read_rows
 from hybridengine.report.trackers import Trackers, missing_trackers
 from hybridengine.rollouts.order import read_order
-from hybridengine.training.dry_run import RANK_BYTES, cost_of, layout_lines
+from hybridengine.training.dry_run import cost_of, layout_lines
 from hybridengine.training.files import RunFiles, claim_run, keep_config, prepare_files
 from hybridengine.training.iterations import iterate
 from hybridengine.training.launch import RunPools
@@ -240,11 +241,11 @@ def local_problems(config: RunConfig) -> list[str]:
     if problems:
         return problems
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    room = max(1, memory // RANK_BYTES)
+    room = max(1, memory // HOST_BYTES)
     if config.num_ranks > room:
         return [
             f"the {config.num_ranks} ranks of the run are more than this machine has room for: {room} ranks, at"
-            f" {format_bytes(RANK_BYTES)} of its {format_bytes(memory)} for each rank's process; choose fewer ranks and"
+            f" {format_bytes(HOST_BYTES)} of its {format_bytes(memory)} for each rank's process; choose fewer ranks and"
             " smaller sizes, or join a cluster with cluster.address"
         ]
     return []

@@ -1,7 +1,8 @@
 """Saving of checkpoints during a run, and loading of the state of a resumed run.
 
-Between two iterations, every trained role copies its state to host memory and writes it in the background. Once all have
-written, the checkpoint is renamed, if need be by the resumed run. A failed save does not end the run.
+Between two iterations, every trained role copies its state to host memory and writes it in the background; the run waits
+for the copies, of which a rank holds only some at a time (backends/megatron/checkpoint.py). Once all have written, the
+checkpoint is renamed, if need be by the resumed run. A failed save does not end the run.
 """
 
 from __future__ import annotations
@@ -171,6 +172,22 @@ class RunSaver:
         self._writing = _Writing(folder, step, roles, error)
         if error is not None:
             self._complete()
+        else:
+            self._wait_for_copies(roles)
+
+    def _wait_for_copies(self, roles: list[str]) -> None:
+        """Wait until all ranks have copied their state, which a step would change, for at most `timeouts.save_s`."""
+        deadline, pause = time.monotonic() + self._config.timeouts.save_s, POLL_S
+        while True:
+            asked = {role: self._groups[role].copy_save() for role in roles}
+            roles = [role for role, copied in asked.items() if not all(copied.get())]
+            if not roles:
+                return
+            if time.monotonic() >= deadline:
+                self._poll(last=True)
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_POLL_S)
 
     def _complete(self) -> None:
         """Wait until no checkpoint is being written, for at most `timeouts.save_s`."""

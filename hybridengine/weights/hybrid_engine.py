@@ -23,6 +23,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from hybridengine.errors import PlanError, StorageError, TransferError
+from hybridengine.formatting import format_bytes
 from hybridengine.machine import package_versions
 from hybridengine.reshard.compiler import inverse_local
 from hybridengine.reshard.plan import Plan
@@ -82,11 +83,15 @@ class GenerationSide(Protocol):
 class HybridEngine:
     """Switches one rank together with all ranks of the plan's domain; begins in training mode and empties the engine.
 
+    Both sides have weights until the engine is emptied, so that nothing else may be held when it is built: the trainer
+    leaves training before that, and enters it here.
+
     Args:
         verify: when receivers verify the bits of received weights.
         resume_from: checkpoint to name in an error when weights are lost; the caller keeps it up to date.
 
     Raises:
+        StorageError: the trainer has gradients, beside which the engine has been built.
         PlanError: the layouts do not describe the two models, or the ranks of the domain have different plans.
     """
 
@@ -105,6 +110,12 @@ class HybridEngine:
         self._rank, self._verify = rank, verify
         self._training, self._generation = training, generation
         self._cut_buckets = 0
+        if training.gradient_bytes:
+            raise StorageError(
+                f"rank {rank}: the trainer holds {format_bytes(training.gradient_bytes)} of gradients, which leave no"
+                " room for an engine on a full device; call leave_training() before the engine is built, and HybridEngine"
+                " calls enter_training()"
+            )
         self._ledger = StorageLedger({Mode.TRAINING: training.weights, Mode.GENERATING: generation.weights})
         with _agreed(plan, rank, transport.group, verify):
             self._gather = PlanExecutor(
@@ -116,6 +127,7 @@ class HybridEngine:
         generation.leave_generation()
         generation.weights.release()
         return_memory_to_system()
+        training.enter_training()
 
     @property
     def plan(self) -> Plan:
@@ -171,6 +183,7 @@ class HybridEngine:
         finally:
             self._cut_buckets = self._cut.num_complete
         report = self._ledger.finish("to_train", Mode.TRAINING, self._training.gradient_bytes)
+        return_memory_to_system()  # what the engine had: gradients are larger than its parts, which would stay cached
         self._training.enter_training()
         self.mode = Mode.TRAINING
         self._cut_buckets = 0

@@ -1,4 +1,8 @@
-"""Process groups by their ranks: roles with equal groups share them, and every rank creates all of them in order."""
+"""Process groups by their ranks: roles with equal groups share them, and every rank creates all of them in order.
+
+Groups are connected when they are made. NCCL would do so in a group's first messages, in the middle of a step or switch:
+when a cache has taken the memory that its buffers need, and where a bucket without messages for a rank leaves it out.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,11 @@ from datetime import timedelta
 from functools import cache
 from typing import cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hybridengine.errors import TopologyError
+from hybridengine.errors import TopologyError, TransferError
 from hybridengine.topology.grid import Groups
 
 
@@ -35,6 +40,8 @@ class ProcessGroups:
             if ranks not in self._groups:
                 created = dist.new_group(list(ranks), timeout=self._timeout)
                 self._groups[ranks] = cast(dist.ProcessGroup, created)  # a marker for non-members
+                if rank in ranks:
+                    connect(self._groups[ranks])
             if rank in ranks:
                 own = self._groups[ranks]
         if own is None:
@@ -44,6 +51,23 @@ class ProcessGroups:
     def new(self, groups: Groups) -> dist.ProcessGroup:
         """Return this rank's group of `groups`, newly created for operations that may fail and leave messages behind."""
         return ProcessGroups(self._timeout.total_seconds()).of(groups)
+
+
+def connect(group: dist.ProcessGroup) -> None:
+    """Connect the ranks of a group, on the device of their tensors. Collective over the group.
+
+    Raises TransferError if a rank does not come.
+    """
+    if group.size() == 1:
+        return
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(group)
+        raise TransferError(
+            f"not all ranks of {ranks} have come to connect their group: {error}; look for one that has failed before"
+        ) from error
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
@@ -75,6 +99,7 @@ def join_group(
     )
     assert isinstance(group, dist.ProcessGroup), "only a process outside of the group gets a marker instead"
     distributed_c10d._world.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
+    connect(group)
     return group
 
 

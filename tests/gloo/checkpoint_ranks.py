@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import SavePlan
 
 from hybridengine.backends.megatron import checkpoint
 from hybridengine.backends.megatron.checkpoint import BackgroundSave, BoxPlanner, load_checkpoint
+from hybridengine.backends.megatron.offload import HostBuffer
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.checkpoints.digests import digests_of
 from hybridengine.checkpoints.folders import ROLE_FILES, FileList, read_kept
@@ -51,12 +52,19 @@ def empty_folder(folder: Path) -> Path:
     return folder
 
 
+def copied(save: BackgroundSave) -> None:
+    """Wait until this rank has copied its state."""
+    while not save.copy_more():
+        time.sleep(0.01)
+
+
 def ended(save: BackgroundSave) -> None:
     """Wait until the folder is complete.
 
     Raises:
         CheckpointError: the folder will not be complete; raised on all ranks.
     """
+    copied(save)
     deadline, told = time.monotonic() + LIMIT_S, [save.end(last=False)]
     while dist.get_rank() == 0 and told[0] is False:
         time.sleep(0.01)
@@ -79,6 +87,7 @@ def save_while_training(
         trainer = make_trainer(shape, grid, rank, registry, source, dtype)
         step(trainer, 0)
         save = BackgroundSave(trainer, folder, {"updates": 7})
+        copied(save)
         step(trainer, 1)
         ended(save)
         listed = read_kept(folder / ROLE_FILES, FileList).files
@@ -167,12 +176,16 @@ def save_where_a_rank_is_refused(rank: int, source: Path, folder: Path) -> tuple
     write, limits = checkpoint._RankWriter.write_data, resource.getrlimit(resource.RLIMIT_FSIZE)
     copies, errors = list[weakref.ref[Tensor]](), list[str]()
 
+    def recorded(buffer: HostBuffer, tensor: Tensor) -> Tensor:
+        copies.append(weakref.ref(copy := host_copy(buffer, tensor)))
+        return copy
+
     def write_in_own_time(writer: Any, plan: SavePlan, planner: BoxPlanner) -> Any:
-        copies.extend(weakref.ref(tensor) for _, tensor in planner.boxes.values())
         if rank == 0:
             time.sleep(1)
         return write(writer, plan, planner)
 
+    host_copy, HostBuffer.host_copy = HostBuffer.host_copy, recorded  # type: ignore[method-assign]
     checkpoint._RankWriter.write_data = write_in_own_time  # type: ignore[method-assign,assignment]
     gc.disable()
     for name in ("refused", "next"):

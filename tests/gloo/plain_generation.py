@@ -63,6 +63,7 @@ def make_engine(
     Args:
         plan_options: further arguments of `compile_plan`.
     """
+    trainer.leave_training()
     layout = vllm_layout(trainer.shape, GenerationGrid(trainer.grid, GenSizes.parse(gen_sizes), grouping))
     side = PlainGeneration(layout, trainer.rank, trainer.dtype)
     groups = domains(trainer.layout, layout)

@@ -133,6 +133,29 @@ def test_dry_run_shows_the_papers_example(capsys: pytest.CaptureFixture[str]):
     assert 24.9 < share < 25.2  # norms are whole on every rank, so slightly less than 1/4 moves
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["cluster.device=cuda"],
+            "decoding: CUDA graphs (the default on GPUs), with the engine's weights in sleep mode",
+        ),
+        (["cluster.device=cuda", "rollout.cuda_graphs=false"], "decoding: eager (rollout.cuda_graphs=false)"),
+        (["cluster.device=cpu"], "decoding: eager (on a CPU)"),
+        (
+            ["cluster.device=auto", "rollout.cuda_graphs=true"],
+            "decoding: CUDA graphs (rollout.cuda_graphs=true), with the engine's weights in sleep mode, eager where ranks"
+            " have no GPUs",
+        ),
+    ],
+)
+def test_dry_run_says_how_it_decodes(
+    overrides: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(ROOT / "configs/arithmetic.yaml"), *overrides, "--dry-run"]) == 0
+    assert expected in capsys.readouterr().out.splitlines()
+
+
 def test_the_installed_command_reports_bad_input(tmp_path: Path):
     code = "import sys; from hybridengine.cli.main import main; sys.exit(main(sys.argv[1:]))"
     done = run_python(code, "train", str(tmp_path / "missing.yaml"))

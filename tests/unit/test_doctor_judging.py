@@ -13,6 +13,7 @@ from hybridengine.doctor.examination import ranks_on_nodes
 from hybridengine.doctor.findings import Finding, Level, Subject, merged, problem, warning
 from hybridengine.doctor.judging import (
     RunNeeds,
+    judge_budgets,
     judge_clocks,
     judge_dashboard,
     judge_devices,
@@ -23,6 +24,7 @@ from hybridengine.doctor.judging import (
     judge_versions,
 )
 from hybridengine.doctor.node_facts import TRIAL_BYTES, FolderFacts, Gpu, NodeFacts, installed_packages
+from hybridengine.planning.budget import Budget
 
 GIB = 2**30
 REQUIRED = [
@@ -219,6 +221,26 @@ def test_how_long_a_checkpoint_takes() -> None:
 def test_the_memory_of_a_rank() -> None:
     needs = RunNeeds("/runs", gpu_rank_bytes=GIB, model_bytes=4 * GIB)
     assert (needs.rank_bytes(on_gpus=True), needs.rank_bytes(on_gpus=False)) == (GIB, 5 * GIB)
+
+
+def test_a_budget_is_held_against_the_smallest_gpu() -> None:
+    """There is no GPU: the nodes' answers are given."""
+    small = replace(ON_GPU, node="10.0.0.2", gpus=(H100, Gpu("A100", 39 * GIB, 40 * GIB)))
+    bytes_of = {"start": 30 * GIB, "switch": 42 * GIB, "save": 20 * GIB}
+    budget = Budget("main", bytes_of, 0, {"switch": "do one, do two, do three"})
+    (finding,) = judge_budgets([ON_GPU, ON_CPU], [budget])
+    assert (finding.level, finding.subject) == (Level.OK, Subject.MEMORY)
+    assert finding.text == "a rank of pool main needs up to 42.0 GiB of a GPU (phase 'switch')"
+    (finding,) = judge_budgets([ON_GPU, small], [budget])
+    assert (finding.level, finding.nodes, finding.remedy) == (
+        Level.PROBLEM,
+        ("10.0.0.2",),
+        "do one, do two, do three",
+    )
+    assert finding.text == (
+        "phase 'switch' of pool main needs 42.0 GiB on its fullest rank, and the device has 40.0 GiB: 2.1 GB are missing"
+    )
+    assert list(judge_budgets([ON_CPU], [budget])) == []
 
 
 @pytest.mark.parametrize(

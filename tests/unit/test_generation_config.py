@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import yaml
 
-from hybridengine.config import RunConfig, load_config
+from hybridengine.config import RunConfig, load_config, model_shape
 from hybridengine.config.algorithm import Algorithm
 from hybridengine.drivers.async_grpo import AsyncGrpo
 from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.remax import Remax
 from hybridengine.errors import ConfigError
+from hybridengine.planning.budget import budget_of, engine_activations
 from hybridengine.planning.costs.memory import engine_weight_bytes
 from hybridengine.planning.simulation.bound_prices import bound_warning, relative_setting
-from hybridengine.training.dry_run import cost_of, phase_bytes, print_dry_run
+from hybridengine.training.dry_run import cost_of, print_dry_run
 from tests.unit.test_config import problems_of
 
 ROOT = Path(__file__).parents[2]
@@ -228,8 +229,11 @@ def _size(kib: float) -> list[str]:
 
 def test_the_doctor_counts_an_engines_weights_and_cache(file: Path) -> None:
     config = loaded(file, "rollout.kv_cache_bytes=1GiB")
-    engine = phase_bytes(config, "engines", cost_of(config))
-    assert engine == {"always": engine_weight_bytes(config) + 2**30}
+    budget = budget_of(config, "engines", cost_of(config), on_gpus=False)
+    held = engine_weight_bytes(config) + 2**30
+    computing = held + engine_activations(config, model_shape(config), config.generation.parallel.tp_size)
+    switch = held + config.actor.bucket_bytes
+    assert budget.device_bytes == {"start": computing, "switch": switch, "generation": computing}
 
 
 def test_the_relative_setting_keeps_the_ratio_of_batch_and_slots(file: Path) -> None:

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.futures import Future
 
 from hybridengine.backends.megatron import compat
+from hybridengine.backends.megatron.offload import HostBuffer
 from hybridengine.backends.megatron.shim import device_shim
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.checkpoints.conversion import ROLE_FILE, WEIGHTS, read_role_of
@@ -50,12 +51,17 @@ T = TypeVar("T")
 MASTER = "master"
 PROBE_BYTES = 65_536
 """Probe size, larger than the files that a save writes before all ranks have met."""
+HELD_BYTES = 4
+"""Bytes for each parameter of a rank's shard, below which the copies of a save stay."""
 LONGEST_SAVE = timedelta(days=1)
 """Time limit of the threads' messages; the run's own limit, which names the late ranks, is timeouts.save_s."""
 
 
 class BackgroundSave:
-    """One save of a trainer: a thread of each rank writes a copy in host memory while training continues.
+    """One save of a trainer: a thread of each rank writes copies in host memory while training continues.
+
+    Training may continue when `copy_more` returns True on all ranks. Copies that are not written yet take less than
+    `HELD_BYTES` for each parameter of a rank's shard: at d >= 4 all of them fit, else the disk must take some first.
 
     The threads have their own process group, because the ranks may be in the middle of a step.
 
@@ -65,20 +71,20 @@ class BackgroundSave:
 
     Raises:
         StorageError: the weights are in the generation engine.
-        CheckpointError: on all ranks, if one cannot write to the folder, or has no memory for the copy.
+        CheckpointError: on all ranks, if one cannot write to the folder, or has no memory for the optimizer's state.
     """
 
     def __init__(self, trainer: MegatronTrainer, folder: Path, more: dict[str, Any]) -> None:
         trainer.expect_weights()
         self._rank, self._folder = trainer.rank, folder
-        planner, refused = BoxPlanner(), _probe(folder, self._rank)
+        num_parameters = sum(trainer.weights[name].numel() for name in trainer.weights.names)
+        self._planner = planner = BoxPlanner(HELD_BYTES * num_parameters)
+        refused = _probe(folder, self._rank)
         try:
             for name, box, part in _saved(trainer):
-                whole = trainer.shape.tensors[name.partition(".")[2]]
-                planner.add(name, box, whole, part.detach().to("cpu", copy=True).contiguous())
-        except (MemoryError, RuntimeError) as error:  # raised by torch when memory is exhausted
-            refused = refused or error.with_traceback(None)  # the traceback's frame would hold the copies
-            planner.boxes.clear()
+                planner.add(name, box, trainer.shape.tensors[name.partition(".")[2]], part.detach())
+        except (MemoryError, RuntimeError) as error:  # raised by torch when there is no memory for moments
+            refused = refused or error.with_traceback(None)
         self._role = {**_model_json(trainer), **trainer.counters(), **more}
         with device_shim():
             tracker: Any = get_cuda_rng_tracker()
@@ -91,6 +97,7 @@ class BackgroundSave:
         self._outcome: bool | CheckpointError = False
         self._thread = threading.Thread(target=self._write, args=(planner,), name="checkpoint", daemon=True)
         self._thread.start()
+        planner.copy_some()
 
     def _agree_on(self, refused: Exception | None) -> None:
         """Raise on all ranks if one of them is refused, so that none waits for another that has stopped."""
@@ -108,11 +115,11 @@ class BackgroundSave:
         except (Exception, CheckpointException) as error:  # torch's is not an Exception
             failures = error.failures if isinstance(error, CheckpointException) else {}
             rank, (why, _) = min(failures.items()) if failures else (self._rank, (error, None))
-            traceback.clear_frames(error.__traceback__)  # the frames hold copies
+            traceback.clear_frames(error.__traceback__)  # the frames hold a copy
             reason = f"could not be written by rank {rank}: {type(why).__name__}: {why}"
             self._outcome = CheckpointError(f"{self._folder} {reason}")
         finally:
-            planner.boxes.clear()
+            planner.end()
             dist.destroy_process_group(self._own_group)
 
     def _own_digests(self) -> dict[str, FileDigest]:
@@ -129,10 +136,16 @@ class BackgroundSave:
             raise self._late()
         end_role(self._folder, {name: digest for part in digests for name, digest in part.items()})
 
+    def copy_more(self) -> bool:
+        """Copy what there is room for; return True if training may continue, which changes what is not copied."""
+        return self._planner.copy_some()
+
     def end(self, last: bool) -> bool | CheckpointError:
         """Return True if the folder is complete, False if not yet, or why not; if `last`, late ranks count as failed."""
+        self.copy_more()
         if last and self._outcome is False:
             self._given_up.set()
+            self._planner.fail(self._late())
             if self._rank == 0 or not self._has_written.is_set():
                 return self._late()
         return self._outcome
@@ -150,32 +163,95 @@ class BackgroundSave:
 
 
 class BoxPlanner(DefaultSavePlanner):
-    """Writes boxes of logical tensors, and frees each after writing."""
+    """Writes boxes of logical tensors, which the main thread copies and another one writes, in the order of `add`.
 
-    def __init__(self) -> None:
+    Copies that are not written yet take less than `most_bytes`, or are a single one.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.boxes: dict[MetadataIndex, tuple[WriteItem, Tensor]] = {}
+        self._most_bytes, self._held_bytes = most_bytes, 0
+        self._items: list[WriteItem] = []
+        self._boxes: dict[MetadataIndex, Tensor] = {}
+        self._copies: dict[MetadataIndex, Tensor] = {}
+        self._written: Tensor | None = None
+        """Copy that is being written; it is whole when the next one is asked for."""
+        self._changed = threading.Condition()
+        self._buffer, self._fault = HostBuffer(), cast(Exception | None, None)
+        self._has_ended = False
 
     def add(self, name: str, box: Box, whole: tuple[int, ...], part: Tensor) -> None:
         """Add the elements of one box of a tensor."""
         index = MetadataIndex(name, starts(box))
         chunk = ChunkStorageMetadata(torch.Size(starts(box)), torch.Size(extents(box)))
-        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(part), torch.Size(whole))
-        self.boxes[index] = WriteItem(index, WriteItemType.SHARD, tensor_data=data), part
+        data = TensorWriteData(chunk, TensorProperties(dtype=part.dtype), torch.Size(whole))
+        self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        self._boxes[index] = part
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([item for item, _ in self.boxes.values()])
+        self.plan = SavePlan(self._items)
         return self.plan
 
+    def copy_some(self) -> bool:
+        """Copy boxes to host memory while there is room; return True if nothing is left to copy.
+
+        What fails here fails the writing thread.
+        """
+        try:
+            for index, box in list(self._boxes.items()):
+                with self._changed:
+                    if self._held_bytes and self._held_bytes + box.nbytes >= self._most_bytes:
+                        return False
+                copy = self._buffer.host_copy(box)
+                with self._changed:
+                    if self._has_ended:
+                        break
+                    del self._boxes[index]
+                    self._copies[index] = copy
+                    self._held_bytes += copy.nbytes
+                    self._changed.notify_all()
+        except (MemoryError, RuntimeError) as error:  # raised by torch when memory is exhausted
+            self.fail(error.with_traceback(None))
+        return True
+
+    def fail(self, fault: Exception) -> None:
+        """Copy nothing more, and raise `fault` in the writing thread; do nothing if all is copied."""
+        with self._changed:
+            if self._boxes:
+                self._fault = fault
+                self._boxes.clear()
+                self._changed.notify_all()
+
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self.boxes.pop(write_item.index)[1]
+        with self._changed:
+            self._free()
+            self._changed.wait_for(lambda: self._fault or write_item.index in self._copies)
+            if self._fault:
+                raise self._fault
+            self._written = self._copies.pop(write_item.index)
+            return self._written
+
+    def _free(self) -> None:
+        """Free the copy that has been written, to which the writer still has references."""
+        if self._written is not None:
+            self._held_bytes -= self._written.nbytes
+            self._written.untyped_storage().resize_(0)
+            self._written = None
+
+    def end(self) -> None:
+        """Free what is left, and copy nothing more."""
+        with self._changed:
+            self._has_ended = True
+            self._boxes.clear()
+            self._copies.clear()
+            self._free()
 
 
 class _RankWriter(FileSystemWriter):
     """Writes a rank's tensors, and then the states of its random number generators."""
 
     def __init__(self, folder: Path, rank: int, random: dict[str, Any], written: threading.Event) -> None:
-        super().__init__(folder)
+        super().__init__(folder, per_thread_copy_ahead=0)  # it would sort tensors on a GPU
         self._written = written
         self._random_file, self._random = folder / _random_file(rank), random
 

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from hybridengine.backends.megatron.shim import device_shim
+from hybridengine.backends.megatron.shim import device_shim, is_needed
 from hybridengine.topology.grid import Grid, Groups
 from hybridengine.weights.process_groups import ProcessGroups
 
@@ -59,6 +59,12 @@ def initialize_globals(seed: int) -> None:
     """
     if parallel_state.model_parallel_is_initialized():
         return
+    if not is_needed():
+        # An engine over several GPUs moves this thread to a stream of vLLM's for good, and gradients are accumulated on
+        # the stream that is current when a model is built: move first.
+        from vllm.utils.torch_utils import current_stream
+
+        current_stream()
     assert dist.is_initialized(), "torch.distributed must be initialised first"
     with device_shim():
         parallel_state.initialize_model_parallel(1, 1)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import (
@@ -55,14 +56,8 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 
 
 def available_names() -> NameSet:
-    """Return Transformer Engine's layer spec if it is installed and there is a GPU, else the local one."""
-    if is_needed():
-        return NameSet.LOCAL
-    try:
-        import transformer_engine  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return NameSet.LOCAL
-    return NameSet.TRANSFORMER_ENGINE
+    """Return Transformer Engine's names if Megatron-core could import it and there is a GPU, else the local ones."""
+    return NameSet.TRANSFORMER_ENGINE if HAVE_TE and not is_needed() else NameSet.LOCAL
 
 
 class OutputHead(nn.Module):

@@ -20,7 +20,8 @@ from torch.nn import Parameter
 from hybridengine.backends.megatron import compat
 from hybridengine.backends.megatron.groups import build_groups
 from hybridengine.backends.megatron.model import DTYPES, build_chunks
-from hybridengine.backends.megatron.shim import device, device_shim
+from hybridengine.backends.megatron.offload import OptimizerOffload
+from hybridengine.backends.megatron.shim import device_shim
 from hybridengine.backends.megatron.step import PipelineRunner
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
 from hybridengine.config.role_sections import MegatronSettings, OptimizerSection
@@ -96,6 +97,7 @@ class MegatronTrainer(MegatronModel):
         super().__init__(shape, grid, rank, registry, dtype, names, settings)
         self._settings: tuple[OptimizerSection, int, str] | None = None
         self._optimizer: Any = None
+        self._offload: OptimizerOffload | None = None
         self.version = 0
         """Number of optimizer steps that have been applied to the weights."""
         ddp_config = DistributedDataParallelConfig(
@@ -148,6 +150,11 @@ class MegatronTrainer(MegatronModel):
                 config, self._replicated, use_gloo_process_groups=False, pg_collection=self.groups
             )
             compat.fuse_steps(self._optimizer)
+            self._offload = (
+                OptimizerOffload(self._optimizer, torch.nn.ModuleList(self._chunks))
+                if offload == "optimizer"
+                else None
+            )
             self._schedule = OptimizerParamScheduler(
                 self._optimizer,
                 init_lr=0.0,
@@ -260,36 +267,17 @@ class MegatronTrainer(MegatronModel):
         if not self._runner.has_gradients:
             for buffer in self._gradients:
                 buffer.untyped_storage().resize_(0)
-        if self._offloads_optimizer:
-            self._move_optimizer_state(torch.device("cpu"))
+        if self._offload is not None:
+            self._offload.to_host()
 
     def enter_training(self) -> None:
         """Reallocate gradient buffers, and move optimizer state back."""
         for buffer, num_bytes in zip(self._gradients, self._gradient_bytes, strict=True):
             buffer.untyped_storage().resize_(num_bytes)
-        if self._offloads_optimizer:
-            self._move_optimizer_state(device())
+        if self._offload is not None:
+            self._offload.to_device()
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes currently owned by the gradient buffers."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._gradients)
-
-    @property
-    def _offloads_optimizer(self) -> bool:
-        return self._settings is not None and self._settings[2] == "optimizer"
-
-    def _move_optimizer_state(self, target: torch.device) -> None:
-        """Move Adam's moments, and float32 master weights that are not views of the model's weights."""
-        if self._optimizer is None:
-            return
-        model_storages = {p.untyped_storage()._cdata for p in self._parameters().values()}
-        for one in compat.plain_optimizers(self._optimizer):
-            for group in one.optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.untyped_storage()._cdata not in model_storages:
-                        parameter.data = parameter.data.to(target)
-            for state in one.optimizer.state.values():
-                for name, value in state.items():
-                    if isinstance(value, Tensor):
-                        state[name] = value.to(target)

@@ -18,6 +18,8 @@ from hybridengine.topology.generation import GenerationGrid
 
 MAX_BATCHED_TOKENS = 8192
 """Largest number of prompt tokens in a forward pass, which needs memory for each."""
+MEMORY_SHARE = 0.01
+"""Share of the device that vLLM demands to be free at its start, although the KV cache has a size of its own."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class EngineSettings:
     """Size of the KV cache of one rank."""
     dtype: str = "float32"
     seed: int = 0
-    cuda_graphs: bool = False
-    """Capture CUDA graphs; weights then use vLLM's sleep mode, because their addresses must not change."""
+    cuda_graphs: bool | None = None
+    """Capture CUDA graphs, by default on a GPU; weights then use vLLM's sleep mode, since their addresses are fixed."""
     tokenizer: str | None = None
     """Tokenizer folder, required for stop strings; None for an engine that only handles tokens."""
 
@@ -74,7 +76,8 @@ def build_llm(
         pipeline_parallel_size=generation.sizes.pp_size,
         distributed_executor_backend="external_launcher",
         enforce_eager=not settings.cuda_graphs,
-        enable_sleep_mode=settings.cuda_graphs,
+        enable_sleep_mode=bool(settings.cuda_graphs),
+        gpu_memory_utilization=MEMORY_SHARE,
         kv_cache_memory_bytes=settings.kv_cache_bytes,
         max_model_len=settings.max_model_tokens,
         max_num_seqs=settings.max_sequences,
@@ -84,7 +87,7 @@ def build_llm(
         enable_chunked_prefill=False,
         seed=settings.seed,
         logprobs_mode="processed_logprobs",
-        async_scheduling=False,
+        async_scheduling=False,  # decision 0044
         disable_log_stats=True,
     )
 

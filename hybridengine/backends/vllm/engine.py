@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid
-from hybridengine.weights.storage import WeightStorage
+from hybridengine.weights.storage import WeightStorage, return_memory_to_system
 
 
 class VllmEngine:
@@ -50,14 +51,16 @@ class VllmEngine:
         identity: str,
     ) -> None:
         self.layout: Layout = vllm_layout(shape, generation)
-        self._is_on_gpu = torch.cuda.is_available()
+        on_gpu = torch.cuda.is_available()
+        if settings.cuda_graphs is None:
+            settings = replace(settings, cuda_graphs=on_gpu)
         stages = shape.gen_stage_layers(generation.train.sizes.pp_size, generation.sizes.pp_size)
         with nothing_collected():  # otherwise vLLM imports them while it builds
             importlib.import_module("vllm.entrypoints.llm")
             importlib.import_module("vllm.v1.engine.core")
         with process_state_kept():
             install_groups(generation, identity)
-            self._llm = build_llm(folder, generation, settings, stages, self._is_on_gpu)
+            self._llm = build_llm(folder, generation, settings, stages, on_gpu)
         self._engine = self._llm.llm_engine
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         prepare_pipeline(self._runner, generation)
@@ -90,14 +93,17 @@ class VllmEngine:
         """Release the KV cache; the HybridEngine releases the weights. Unfinished requests are recomputed later."""
         self._is_ready = False
         self._forget_kv()
-        if not self._settings.cuda_graphs:
+        if self._settings.cuda_graphs:
+            # not release_kv_cache_memory(): it refuses while the scheduler remembers requests that have ended
+            self._engine.model_executor.discard(("kv_cache",))
+        else:
             for storage, _ in self._caches:
                 storage.resize_(0)
+        return_memory_to_system()  # otherwise the trainer's weights take places in the cache's segment, and pin it
 
     def enter_generation(self, version: int) -> None:
         """Reallocate the KV cache, zeroed; the weights are those of `version` now."""
-        if self._is_on_gpu:  # one allocation, too large for the gaps of the caching allocator
-            torch.cuda.empty_cache()
+        return_memory_to_system()  # one allocation, too large for the gaps of the caching allocator
         if self._settings.cuda_graphs:
             self._llm.wake_up(tags=["kv_cache"])
         else:

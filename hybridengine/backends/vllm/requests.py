@@ -17,13 +17,17 @@ def position_seed(seed: int, position: int) -> int:
 
 
 class RunningRequests:
-    """Unfinished requests of an `LLMEngine`, whose generators are reseeded before every step.
+    """Unfinished requests of an `LLMEngine`.
 
-    A draw depends only on the request's seed and the token's position, not on prompt chunks, preemption or restarts.
+    A draw depends only on the request's seed and the token's position, not on prompt chunks, preemption or restarts:
+    generators of vLLM's first model runner are reseeded before every step; its second one, which needs Triton, has none
+    and draws by seed and position itself.
     """
 
     def __init__(self, engine: Any, runner: Any) -> None:
-        self._engine, self._runner = engine, runner
+        self._engine = engine
+        self._states: dict[str, Any] | None = getattr(runner, "requests", None)
+        """States with a generator, by request, of the first runner."""
         self._running: dict[str, tuple[Request, Response]] = {}
         self._ended: list[Response] = []
         """Responses that have ended and that `step` has not returned yet."""
@@ -45,7 +49,9 @@ class RunningRequests:
         """Queue requests; their prompts share cached keys and values only with others of the same `version`."""
         try:
             for request in requests:
-                seed = position_seed(request.seed, request.first_position)
+                seed = request.seed
+                if self._states is not None:
+                    seed = position_seed(seed, request.first_position)
                 params = _sampling_params(request.sampling, seed)
                 prompt = {
                     "prompt_token_ids": list(request.prompt_token_ids),
@@ -75,11 +81,7 @@ class RunningRequests:
         core.resume_scheduler()
 
     def _step(self, version: int) -> None:
-        for name, (request, response) in self._running.items():
-            state = self._runner.requests.get(name)
-            if state is not None and state.generator is not None:
-                position = request.first_position + len(response.token_ids)
-                state.generator.manual_seed(position_seed(request.seed, position))
+        self._reseed()
         names = {request.request_id: name for name, (request, _) in self._running.items()}
         for output in self._engine.step():
             name, drawn = names[output.request_id], output.outputs[0]
@@ -92,6 +94,14 @@ class RunningRequests:
             if output.finished:
                 response.finish_reason = drawn.finish_reason
                 self._ended.append(self._running.pop(name)[1])
+
+    def _reseed(self) -> None:
+        """Seed the generators for the next draw of each request."""
+        for name, (request, response) in self._running.items():
+            state = (self._states or {}).get(name)
+            if state is not None and state.generator is not None:
+                position = request.first_position + len(response.token_ids)
+                state.generator.manual_seed(position_seed(request.seed, position))
 
     def abort(self, request_ids: Iterable[str]) -> list[Response]:
         wanted = set(request_ids)

@@ -68,6 +68,7 @@ class HybridRollout(BaseRollout):
                 plan.generation.sizes,
                 actor.grid.sizes,
             )
+        actor.trainer.leave_training()  # until HybridEngine has emptied the engine
         self.engine = VllmEngine(
             actor.folder,
             actor.shape,

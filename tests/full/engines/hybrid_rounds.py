@@ -107,6 +107,7 @@ def live_through_rounds(rank: int, folder: Path, sizes: tuple[str, str, RankOrde
     load_weights(trainer, folder)
     trainer.start_optimizer(OptimizerSection(lr=0.02))
 
+    trainer.leave_training()
     states = _generator_states()
     settings = EngineSettings(MAX_TOKENS, kv_cache_bytes=KV_CACHE_BYTES, seed=17)
     engine = VllmEngine(folder, shape, generation, settings, identity)
@@ -163,6 +164,7 @@ def measure_memory(rank: int, folder: Path, train: str, gen: str) -> Memory:
     generation = GenerationGrid(grid, GenSizes.parse(gen))
     trainer = MegatronTrainer(shape, grid, rank, registry)
     load_weights(trainer, folder)
+    trainer.leave_training()
     engine = VllmEngine(
         folder, shape, generation, EngineSettings(64, kv_cache_bytes=KV_CACHE_BYTES), identity
     )

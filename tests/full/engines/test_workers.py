@@ -69,6 +69,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory, run_ranks: RankLauncher) -> S
         "run": SECTIONS["run"] | {"folder": str(folder / "runs")},
         "model": {"path": str(folder / "policy")},
         "data": SECTIONS["data"] | {"train_file": str(folder / "rows.jsonl")},
+        "reference": SECTIONS["reference"] | {"offload": "weights"},
         "reward": SECTIONS["reward"]
         | {"path": str(folder / "scorer"), "function": "tests.unit.reward_cases:answer_lengths"},
     }

@@ -1,0 +1,132 @@
+"""Memory of a rank by phase, against shards that are counted parameter by parameter, and devices that are too small."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hybridengine.config import RunConfig, holder_shape, load_config, model_holders, model_shape
+from hybridengine.errors import ConfigError
+from hybridengine.families.family import NameSet
+from hybridengine.planning.budget import (
+    GPU_BYTES,
+    GRAPH_BYTES,
+    Budget,
+    budget_of,
+    check_budget,
+    engine_activations,
+)
+from hybridengine.reshard.megatron import megatron_layout
+from hybridengine.reshard.vllm import vllm_layout
+from hybridengine.training.dry_run import cost_of
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+SHIPPED = ["qwen2.5-7b-8gpu", "llama3-70b-16nodes", "async-70b"]
+SEVEN_B = ROOT / "configs/qwen2.5-7b-8gpu.yaml"
+
+
+def budgets(config: RunConfig, *, on_gpus: bool = True) -> dict[str, Budget]:
+    cost = cost_of(config)
+    return {pool: budget_of(config, pool, cost, on_gpus=on_gpus) for pool in config.pools}
+
+
+def loaded(*overrides: str) -> RunConfig:
+    return load_config(SEVEN_B, overrides, dry_run=True)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configurations_fit_80_gb(name: str) -> None:
+    config = load_config(ROOT / f"configs/{name}.yaml", dry_run=True)
+    assert config.captures_graphs
+    for budget in budgets(config).values():
+        check_budget(budget, 80 * 10**9)
+        assert budget.device_bytes[budget.peak] > 40 * 10**9, "nothing is counted"
+
+
+def counted(config: RunConfig) -> tuple[dict[str, int], int]:
+    """Return the weight bytes of the fullest rank by model, and of the engine, summed over all parameters."""
+    train = {}
+    for holder in model_holders(config):
+        layout = megatron_layout(holder_shape(config, holder), holder.grid, NameSet.LOCAL)
+        train[holder.name] = 2 * max(layout.shard(rank).num_elements for rank in range(holder.grid.num_ranks))
+    engine = vllm_layout(model_shape(config), config.generation_grid)
+    return train, 2 * max(engine.shard(rank).num_elements for rank in range(config.num_ranks))
+
+
+def test_phases_are_sums_of_what_is_there() -> None:
+    config = loaded()
+    weights, engine = counted(config)
+    actor, critic, reference = (weights[name] for name in ("actor", "critic", "reference"))
+    fixed = GPU_BYTES + GRAPH_BYTES
+    computing = 24 * GIB + engine_activations(config, model_shape(config), 2)
+    found = {phase: num_bytes - fixed for phase, num_bytes in budgets(config)["main"].device_bytes.items()}
+    assert list(found) == ["start", "load", "training step", "switch", "generation", "save"]
+    assert found["start"] == actor + engine + computing
+    assert found["generation"] == critic + reference + engine + computing  # the optimizers are in host memory
+    # In bfloat16 a gradient has 4 bytes for each weight of 2, and d = 2 replicas share 12 bytes of state.
+    between = actor + 2 * actor + 3 * actor + critic + reference
+    assert found["save"] == pytest.approx(between, rel=1e-6)
+    # While the critic is built, its weights are there twice, and its gradients.
+    assert found["load"] == pytest.approx(6 * actor + 2 * critic + 2 * critic, rel=1e-6)
+    activations = found["training step"] - between
+    assert (
+        2 * critic + 3 * critic < activations < 2 * critic + 3 * critic + 8 * GIB
+    )  # an update of the critic
+    both = critic + reference + actor + engine
+    assert both < found["switch"] < both + 2 * config.actor.bucket_bytes
+
+
+def test_eager_engines_switch_with_less() -> None:
+    graphs, eager = (
+        budgets(loaded(f"rollout.cuda_graphs={value}"))["main"].device_bytes for value in ("true", "false")
+    )
+    shard = counted(loaded())[0]["actor"]
+    assert GRAPH_BYTES + shard / 2 < graphs["switch"] - eager["switch"] < GRAPH_BYTES + shard + GIB
+    assert graphs["generation"] - eager["generation"] == GRAPH_BYTES
+
+
+def test_a_save_counts_in_host_memory() -> None:
+    with_saves, without = (
+        budgets(loaded(f"checkpoint.every={every}"))["main"].host_bytes for every in (10, 0)
+    )
+    weights, _ = counted(loaded())
+    assert with_saves - without == 2 * (weights["actor"] + weights["critic"])  # 4 bytes a parameter, of 7
+    assert without - GIB == pytest.approx(3 * (weights["actor"] + weights["critic"]), rel=1e-6)
+
+
+@pytest.mark.parametrize("phase", ["start", "load", "training step", "switch", "generation", "save"])
+def test_a_budget_that_does_not_fit_says_what_would_help(phase: str) -> None:
+    overrides = ["actor.offload=none", "critic.offload=none", "actor.recompute=none", "actor.parallel=1-4-2"]
+    config = loaded(*overrides)
+    budget = budgets(config)["main"]
+    alone = replace(budget, device_bytes={phase: budget.device_bytes[phase]})
+    with pytest.raises(ConfigError) as caught:
+        check_budget(alone, budget.device_bytes[phase] - 3 * 10**9)
+    what, _, remedies = str(caught.value).partition("; ")
+    assert what.startswith(f"phase {phase!r} of pool main needs ")
+    assert what.endswith(": 3.0 GB are missing")
+    assert len(remedies.split(", ")) == 3, remedies
+    for setting in re.findall(r"set (\S+=\S+?)(?:,|$)", remedies):
+        changed = budgets(loaded(*overrides, setting))["main"].device_bytes
+        assert changed[phase] <= budget.device_bytes[phase], setting
+    check_budget(alone, budget.device_bytes[phase])
+
+
+def test_a_cpu_has_no_context_and_no_graphs() -> None:
+    config = loaded("cluster.device=cpu")
+    on_cpu, on_gpu = budgets(config, on_gpus=False)["main"], budgets(config)["main"]
+    assert on_gpu.device_bytes["save"] - on_cpu.device_bytes["save"] == GPU_BYTES
+
+
+def test_an_offloaded_reference_is_in_host_memory() -> None:
+    kept, offloaded = (budgets(loaded(f"reference.offload={where}"))["main"] for where in ("none", "weights"))
+    reference = counted(loaded())[0]["reference"]
+    assert offloaded.host_bytes - kept.host_bytes == reference
+    lower = {phase: kept.device_bytes[phase] - offloaded.device_bytes[phase] for phase in kept.device_bytes}
+    assert lower == {"start": 0, "load": 0} | dict.fromkeys(
+        ("training step", "switch", "generation", "save"), reference
+    )
