@@ -186,7 +186,7 @@ def _activations(config: RunConfig, holder: ModelHolder, *, trains: bool) -> int
         config.model.dtype,
         MicroBatches(-(-all_tokens // tokens), tokens, responses, longest),
         trains=trains,
-        recompute=getattr(section, "recompute", "none") == "full",
+        recompute=getattr(section, "recompute", "none"),
     )
 
 
@@ -232,7 +232,7 @@ def _remedies(config: RunConfig, pool: str, phase: str, graphs: bool) -> Iterato
         yield f"lower actor.bucket_bytes={config.actor.bucket_bytes}"
         yield f"raise t_g in {sizes}"
     if phase == "training step":
-        yield from (f"set {one.name}.recompute=full" for one in trained if one.section.recompute == "none")
+        yield from (f"set {one.name}.recompute=full" for one in trained if one.section.recompute != "full")
         yield from (
             f"lower {one.name}.micro_batch_tokens={one.section.micro_batch_tokens}"
             for one in models
