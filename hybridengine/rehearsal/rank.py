@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from hybridengine.backends.megatron import weights
 from hybridengine.backends.megatron.checkpoint import BackgroundSave
+from hybridengine.backends.megatron.groups import embedding_groups
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.config import ModelHolder, RunConfig, model_holders
 from hybridengine.config.run_config import SCORERS
@@ -25,7 +26,7 @@ from hybridengine.planning.costs.dataflows import Call, Work, calls_of
 from hybridengine.rehearsal.counting import StorageCounter, TrafficCounter
 from hybridengine.rehearsal.engine import engine_without_values
 from hybridengine.rehearsal.figures import Held, Phase, RankRehearsal
-from hybridengine.rehearsal.fused_attention import fused_attention
+from hybridengine.rehearsal.fused_kernels import fused_kernels
 from hybridengine.rehearsal.peers import stages_answered
 from hybridengine.rehearsal.replacing import all_replaced, replaced
 from hybridengine.rehearsal.shapes_only import ShapesOnly
@@ -39,6 +40,8 @@ from hybridengine.training.launch import WORKERS
 
 DRAWN_TOKENS = 2
 """Tokens of a rehearsed response: one step fills the KV cache with the prompts, the next one decodes."""
+MOST_MICRO_BATCHES = 8
+"""Micro-batches of an optimizer step, or two per pipeline stage if those are more: they fill the pipeline."""
 MOST_REQUESTS = 64
 """Largest number of responses that are drawn; their prompts fill several steps."""
 
@@ -46,9 +49,9 @@ MOST_REQUESTS = 64
 def rehearse(config: RunConfig, rank: int) -> RankRehearsal:
     """Rehearse one rank of the actor's pool; raises what a run would raise. Once in a process.
 
-    The first iteration after a resume: the optimizers have moments from the start. Rows have the longest prompts and
-    responses. Of an update, one optimizer step is rehearsed; of a forward pass, as many micro-batches as two per pipeline
-    stage.
+    It is the first iteration after a resume: the optimizers have moments from the start. Rows have the longest prompts
+    and responses. Of an update, one optimizer step is rehearsed, and of all passes as many micro-batches as fill the
+    pipeline.
     """
     config = _for_cpu(config)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -82,7 +85,7 @@ class _Rank:
         stack.enter_context(self._storages.resizes_counted())
         stack.enter_context(stages_answered())
         if config.cluster.device != "cpu":
-            stack.enter_context(fused_attention())
+            stack.enter_context(fused_kernels())
         stack.enter_context(engine_without_values(self._mode, nodes))
         stack.enter_context(replaced(weights, "SafetensorsFolder", WeightsWithoutValues))
         stack.enter_context(self._offload_counted())
@@ -181,11 +184,13 @@ class _Rank:
         worker.run = config
 
     def _num_rehearsed(self, num_rows: int, worker: Any, work: Work, pp_size: int, unit: int) -> int:
-        """Return the rows of one optimizer step, or of the first micro-batches of a forward pass."""
+        """Return the rows of the first micro-batches of a forward pass, or of one optimizer step."""
+        micro_batches = 2 * pp_size
         if work is Work.UPDATE:
-            return max(unit, num_rows // worker.section.mini_batches // unit * unit)
-        at_once = max(1, worker.max_tokens // self._config.max_tokens)
-        return min(num_rows, 2 * pp_size * at_once)
+            num_rows = -(-num_rows // unit // worker.section.mini_batches) * unit
+            micro_batches = max(micro_batches, MOST_MICRO_BATCHES)
+        at_once = max(1, worker.max_tokens // (self._config.max_tokens * unit))
+        return min(num_rows, micro_batches * at_once * unit)
 
     def save(self) -> None:
         """Copy all trained models as a checkpoint does."""
@@ -274,7 +279,9 @@ def _group_names(config: RunConfig, holders: list[ModelHolder]) -> Callable[[tup
         names.setdefault(everyone, "all ranks")
         for ranks in holder.grid.groups("pp", "tp"):
             names.setdefault(ranks, "replica" if holder.role == "actor" else f"replica of {holder.name}")
+        for ranks in embedding_groups(holder.grid):
+            names.setdefault(ranks, "first and last stage")
     for axis, groups in named_groups(GenerationGrid(holders[0].grid, config.actor.generate)):
         for ranks in groups:
             names.setdefault(ranks, f"{axis} of the engine")
-    return lambda ranks: "itself" if len(ranks) == 1 else names.get(ranks, "others")
+    return lambda ranks: "itself" if len(ranks) == 1 else names.get(ranks, "switch")

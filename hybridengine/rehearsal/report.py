@@ -10,13 +10,16 @@ from hybridengine.formatting import aligned, format_bytes, format_seconds
 from hybridengine.rehearsal.figures import Phase, RankRehearsal
 
 NOT_REHEARSED = (
-    "values: every number that code reads from a tensor is 0 or 1, so nothing is said of losses or of results",
-    "kernels and layers of a GPU: Megatron-core's local layers with the memory of fused attention stand for Transformer"
-    " Engine's, vLLM's build for CPUs for the one with CUDA, without graphs; workspaces, communicators and fragmentation"
-    " are not counted",
+    "values: a number that code reads from a tensor is 0 or 1, so that nothing is said of losses and tokens",
+    "kernels and layers of a GPU: Megatron-core's local layers, with the memory of fused attention and norms, stand for"
+    " Transformer Engine's, and vLLM's build for CPUs for that with CUDA and graphs",
+    "allocators: workspaces, communicators and fragmentation are not counted",
     "files: weights come without values, and a checkpoint ends with its copy in host memory",
 )
 """What a rehearsal does not exercise."""
+MOST_DIFFERENCE = 0.05
+"""Share of the planned bytes from which a difference is marked."""
+LEFT_OUT = "the planner leaves out temporaries, small tensors, and the activations and buffers of the engine"
 
 
 def rehearsal_lines(ranks: Sequence[RankRehearsal], planned: Mapping[str, int], num_ranks: int) -> list[str]:
@@ -24,21 +27,22 @@ def rehearsal_lines(ranks: Sequence[RankRehearsal], planned: Mapping[str, int], 
     lines: list[str] = []
     for one in ranks:
         lines += [*_rank_lines(one, num_ranks), ""]
-    fullest = peaks(ranks)
-    rows = [["planner", "fullest rehearsed rank", "planned", "difference"]]
-    rows += [
-        [
-            name,
-            format_bytes(fullest[name]),
-            format_bytes(planned[name]),
-            f"{difference(fullest, planned, name):+.1%}",
-        ]
-        for name in planned
-        if name in fullest
-    ]
-    note = "" if len(ranks) > 1 else "; it plans the fullest rank, --ranks stages rehearses one of each stage"
-    return [*lines, *aligned(rows), f"the planner counts no temporaries{note}", "", "not rehearsed:"] + [
-        f"  {text}" for text in NOT_REHEARSED
+    rows = [["planner", "fullest rehearsed rank", "planned", "difference", ""]]
+    for name, (counted, planned_bytes, share) in _compared(ranks, planned).items():
+        mark = f"more than {MOST_DIFFERENCE:.0%}" if abs(share) > MOST_DIFFERENCE else ""
+        rows.append([name, format_bytes(counted), format_bytes(planned_bytes), f"{share:+.1%}", mark])
+    note = (
+        ""
+        if len(ranks) > 1
+        else "; it plans the fullest rank, and --ranks stages rehearses one of each stage"
+    )
+    return [
+        *lines,
+        *aligned(rows),
+        LEFT_OUT + note,
+        "",
+        "not rehearsed",
+        *(f"  {one}" for one in NOT_REHEARSED),
     ]
 
 
@@ -76,33 +80,27 @@ def _phase_row(phase: Phase) -> list[str]:
     return [phase.name + copied, *map(format_bytes, sizes), *rows]
 
 
-def peaks(ranks: Sequence[RankRehearsal]) -> dict[str, int]:
-    """Return phase -> peak bytes on the fullest of the ranks."""
+def _compared(
+    ranks: Sequence[RankRehearsal], planned: Mapping[str, int]
+) -> dict[str, tuple[int, int, float]]:
+    """Return phase -> (peak bytes on the fullest of the ranks, planned bytes, difference as a share of these)."""
     found: dict[str, int] = {}
-    for one in ranks:
-        for phase in one.phases:
-            found[phase.name] = max(phase.peak_bytes, found.get(phase.name, 0))
-    return found
-
-
-def difference(found: Mapping[str, int], planned: Mapping[str, int], name: str) -> float:
-    """Return how much more than planned was counted in a phase, as a share of the plan."""
-    return found[name] / planned[name] - 1
+    for phase in (phase for one in ranks for phase in one.phases):
+        found[phase.name] = max(phase.peak_bytes, found.get(phase.name, 0))
+    return {
+        name: (found[name], num_bytes, found[name] / num_bytes - 1)
+        for name, num_bytes in planned.items()
+        if name in found
+    }
 
 
 def rehearsal_json(ranks: Sequence[RankRehearsal], planned: Mapping[str, int]) -> dict[str, Any]:
     """Return the figures as JSON values. Units: bytes and seconds."""
-    fullest = peaks(ranks)
+    names = ("counted_bytes", "planned_bytes", "difference_share")
     return {
         "ranks": [asdict(one) for one in ranks],
         "planner": {
-            name: {
-                "counted_bytes": fullest[name],
-                "planned_bytes": planned[name],
-                "difference_share": difference(fullest, planned, name),
-            }
-            for name in planned
-            if name in fullest
+            name: dict(zip(names, values, strict=True)) for name, values in _compared(ranks, planned).items()
         },
         "not_rehearsed": list(NOT_REHEARSED),
     }

@@ -49,9 +49,16 @@ def rehearsed_world(
         count(group, "all_gather_object", group.size() * len(pickle.dumps(obj)))
         object_list[:] = [obj] * group.size()
 
+    def broadcast_object_list(object_list: list[Any], *args: Any, group: Any = None, **named: Any) -> None:
+        count(group or dist.group.WORLD, "broadcast_object_list", len(pickle.dumps(object_list)))
+
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
-        with all_replaced((dist, "new_group", fake_group), (dist, "all_gather_object", all_gather_object)):
+        with all_replaced(
+            (dist, "new_group", fake_group),
+            (dist, "all_gather_object", all_gather_object),
+            (dist, "broadcast_object_list", broadcast_object_list),
+        ):
             yield
     finally:
         dist.destroy_process_group()
