@@ -24,12 +24,13 @@ def rehearse_ranks(config: RunConfig, ranks: Sequence[int]) -> Iterator[RankRehe
     for rank in ranks:
         with _environment(), ProcessPoolExecutor(1, mp_context=context) as process:
             try:
-                yield process.submit(_rehearse, config, rank).result()
+                found = process.submit(_rehearse, config, rank).result()
             except BrokenProcessPool as error:
                 raise WorkerError(
                     f"the process that rehearsed rank {rank} was killed, as by the system where memory runs out; free"
                     " memory, and rehearse again"
                 ) from error
+        yield found
 
 
 def _rehearse(config: RunConfig, rank: int) -> RankRehearsal:
@@ -42,7 +43,7 @@ def _rehearse(config: RunConfig, rank: int) -> RankRehearsal:
 def _environment() -> Iterator[None]:
     """Give child processes the environment of a rank without a GPU, which a rehearsal does not touch."""
     kept = dict(os.environ)
-    os.environ |= {**rank_environment(use_gpus=False), "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= {**rank_environment(use_gpus=False), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     try:
         yield
     finally:

@@ -69,6 +69,8 @@ def _for_cpu(config: RunConfig) -> RunConfig:
 
 
 class _Rank:
+    """Workers of one rank, and what their calls have needed; `stack` holds what stands for devices and peers."""
+
     def __init__(self, config: RunConfig, rank: int, folder: Path, stack: ExitStack) -> None:
         self._started = time.perf_counter()
         self._config, self._rank, self._folder = config, rank, folder
@@ -92,6 +94,7 @@ class _Rank:
 
     @contextmanager
     def phase(self, name: str, num_rows: int = 0, num_rehearsed: int = 0) -> Iterator[None]:
+        """Count the block as a phase."""
         gc.collect()
         self._storages.restart_peak()
         begin_bytes, started = self._storages.live_bytes, time.perf_counter()
@@ -118,15 +121,15 @@ class _Rank:
                 self._workers[holder.name] = self._worker(holder)
         with self.phase("start optimizers"):
             self._workers["actor"].start_training()
-            for worker in self._trained:
+            for worker in self._trained.values():
                 self._storages.move(
                     _own_state(worker.trainer),
                     to_host=worker.trainer._offloads_optimizer and not worker.trainer.gradient_bytes,
                 )
 
     @property
-    def _trained(self) -> list[Any]:
-        return [worker for worker in self._workers.values() if hasattr(worker, "trainer")]
+    def _trained(self) -> dict[str, Any]:
+        return {name: worker for name, worker in self._workers.items() if hasattr(worker, "trainer")}
 
     def _worker(self, holder: ModelHolder) -> Any:
         folder = self._folder / holder.name
@@ -204,9 +207,7 @@ class _Rank:
             dist.destroy_process_group(save._own_group)
 
         with replaced(BackgroundSave, "_write", count):
-            for name, worker in self._workers.items():
-                if not hasattr(worker, "trainer"):
-                    continue
+            for name, worker in self._trained.items():
                 folder = self._folder / f"save-{name}"
                 folder.mkdir()
                 with self.phase(f"{name}.begin_save"):
@@ -238,9 +239,10 @@ class _Rank:
             yield
 
     def result(self) -> RankRehearsal:
+        """Return the figures of all phases."""
         held = {}
         for name, worker in self._workers.items():
-            trained = hasattr(worker, "trainer")
+            trained = name in self._trained
             held[name] = Held(
                 worker.model.weights.total_bytes,
                 sum(worker.trainer._gradient_bytes) if trained else 0,

@@ -50,7 +50,8 @@ def rehearsed_world(
         object_list[:] = [obj] * group.size()
 
     def broadcast_object_list(object_list: list[Any], *args: Any, group: Any = None, **named: Any) -> None:
-        count(group or dist.group.WORLD, "broadcast_object_list", len(pickle.dumps(object_list)))
+        group = group or dist.group.WORLD
+        count(group, "broadcast_object_list", len(pickle.dumps(object_list)))
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 
 from hybridengine.cli.main import main
 from hybridengine.config import load_config
+from hybridengine.errors import ConfigError
 from hybridengine.rehearsal.figures import Phase, RankRehearsal
 from hybridengine.rehearsal.planned import planned_peaks
 from hybridengine.rehearsal.processes import rehearse_ranks
@@ -73,11 +75,15 @@ SHARE = 12 * OWN // D
 KV_BYTES = 16 * 2**20
 
 
+def write(folder: Path, sections: dict[str, Any]) -> Path:
+    place = folder / "small.yaml"
+    place.write_text(yaml.safe_dump(sections))
+    return place
+
+
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("rehearse") / "small.yaml"
-    place.write_text(yaml.safe_dump(SECTIONS))
-    return place
+    return write(tmp_path_factory.mktemp("rehearse"), SECTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +141,8 @@ def test_memory_by_phase(found: RankRehearsal):
     micro_tokens = MICRO_ROWS * (PROMPT + RESPONSE)
     least = training + 2 * micro_tokens * HIDDEN * 2 * LAYERS // P
     assert phase(found, "actor.update").peak_bytes > least, "it keeps at least the inputs of both norms"
-    assert phase(found, "actor.begin_save").copied_bytes == (2 + 12) * OWN // D
+    norms = (2 * LAYERS // P + 1) * HIDDEN  # which the other tensor-parallel rank saves
+    assert phase(found, "actor.begin_save").copied_bytes == (2 + 12) * (OWN - norms) // D
 
 
 def test_the_switch_receives_what_the_rank_does_not_hold(found: RankRehearsal):
@@ -170,12 +177,23 @@ def test_the_planner_agrees(file: Path, found: RankRehearsal):
     assert planned["actor.switch_to_generate"] == pytest.approx(switch, rel=0.05)
 
 
-def test_a_configuration_that_fails_on_a_rank_fails_here(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_configuration_that_fails_on_a_rank_fails_here(file: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["rehearse", str(file), "--rank", "8"]) == 2
     assert "--rank 8 must be below the 8 ranks" in capsys.readouterr().err
     assert main(["rehearse", str(file), "actor.parallel=2-3-2"]) == 2
     refused = capsys.readouterr().err
     assert main(["train", str(file), "actor.parallel=2-3-2"]) == 2
     assert capsys.readouterr().err == refused
+
+
+def test_an_error_of_the_rank_is_that_of_a_run(tmp_path: Path):
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 4.0}
+    described = load_config(write(tmp_path, SECTIONS), dry_run=True).model.build
+    assert described is not None
+    values = described.hf_config() | {"rope_scaling": rope | {"original_max_position_embeddings": 8192}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    model = {"path": "nowhere", "hf_config": str(tmp_path / "config.json"), "dtype": "bfloat16"}
+    data = {"batch_size": 8, "train_file": "nowhere.parquet"}
+    config = load_config(write(tmp_path, SECTIONS | {"model": model, "data": data}), dry_run=True)
+    with pytest.raises(ConfigError, match=r"low_freq_factor.*not supported by megatron-core"):
+        list(rehearse_ranks(config, [0]))
