@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Any
 
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -18,21 +19,19 @@ from hybridengine.rehearsal.replacing import all_replaced
 def stages_answered() -> Iterator[None]:
     """Let neighbouring stages announce the shapes of this rank's micro-batches while the context is open."""
     run, exchange = PipelineRunner._run, P2PCommunicator._communicate_shapes
-    expected: deque[list[int]] = deque()  # of activations from the previous stage
-    sent: deque[list[int]] = (
-        deque()
-    )  # of activations to the next one, whose gradients come back in this order
+    # Of activations from the previous stage, and of those to the next one, whose gradients come back in their order.
+    expected: Iterator[list[int]] = iter(())
+    sent = deque[list[int]]()
 
     def run_with_shapes(runner: Any, batches: Sequence[MicroBatch], *args: Any, **named: Any) -> Any:
+        nonlocal expected
         config = runner._config
         parts = config.context_parallel_size * (
             config.tensor_model_parallel_size if config.sequence_parallel else 1
         )
-        expected.clear()
+        shapes = [batch["tokens"].shape for batch in batches]
+        expected = cycle([-(-length // parts), rows, config.hidden_size] for rows, length in shapes)
         sent.clear()
-        for batch in batches:
-            num_rows, length = batch["tokens"].shape
-            expected.append([-(-length // parts), num_rows, config.hidden_size])
         return run(runner, batches, *args, **named)
 
     def announced(
@@ -42,7 +41,7 @@ def stages_answered() -> Iterator[None]:
         if tensor_send_next is not None:
             sent.append(list(tensor_send_next.shape))
         none = [0, 0, 0]
-        return expected.popleft() if recv_prev else none, sent.popleft() if recv_next else none
+        return next(expected) if recv_prev else none, sent.popleft() if recv_next else none
 
     with all_replaced(
         (PipelineRunner, "_run", run_with_shapes), (P2PCommunicator, "_communicate_shapes", announced)
