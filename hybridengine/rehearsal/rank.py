@@ -40,8 +40,6 @@ from hybridengine.training.launch import WORKERS
 
 DRAWN_TOKENS = 2
 """Tokens of a rehearsed response: one step fills the KV cache with the prompts, the next one decodes."""
-MOST_MICRO_BATCHES = 8
-"""Micro-batches of an optimizer step, or two per pipeline stage if those are more: they fill the pipeline."""
 MOST_REQUESTS = 64
 """Largest number of responses that are drawn; their prompts fill several steps."""
 
@@ -187,13 +185,11 @@ class _Rank:
         worker.run = config
 
     def _num_rehearsed(self, num_rows: int, worker: Any, work: Work, pp_size: int, unit: int) -> int:
-        """Return the rows of the first micro-batches of a forward pass, or of one optimizer step."""
-        micro_batches = 2 * pp_size
+        """Return the rows of as many micro-batches as fill the pipeline and one more, at most those of a step."""
         if work is Work.UPDATE:
             num_rows = -(-num_rows // unit // worker.section.mini_batches) * unit
-            micro_batches = max(micro_batches, MOST_MICRO_BATCHES)
         at_once = max(1, worker.max_tokens // (self._config.max_tokens * unit))
-        return min(num_rows, micro_batches * at_once * unit)
+        return min(num_rows, (pp_size + 1) * at_once * unit)
 
     def save(self) -> None:
         """Copy all trained models as a checkpoint does."""

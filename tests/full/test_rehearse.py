@@ -119,7 +119,7 @@ def test_every_call_of_the_iteration_is_made(found: RankRehearsal):
         "actor.begin_save",
     ]
     assert phase(found, "actor.generate_sequences").num_rehearsed == ROWS // (P * T * D)
-    assert phase(found, "actor.update").num_rehearsed == ROWS // D // 2
+    assert phase(found, "actor.update").num_rows == ROWS // D
 
 
 def test_what_the_models_hold(found: RankRehearsal):
@@ -153,7 +153,8 @@ def test_the_switch_receives_what_the_rank_does_not_hold(found: RankRehearsal):
 def test_messages_of_an_update(found: RankRehearsal):
     assert sent(found, "actor.update", "reduce_scatter_tensor_coalesced", group="data") == 4 * OWN
     assert sent(found, "actor.update", "allgather_into_tensor_coalesced", group="data") == 2 * OWN
-    micro_batches = ROWS // D // 2 // MICRO_ROWS
+    micro_batches = phase(found, "actor.update").num_rehearsed // MICRO_ROWS
+    assert micro_batches == P + 1, "the pipeline is filled"
     hidden = MICRO_ROWS * (PROMPT + RESPONSE) * HIDDEN * 2
     shape = 3 * 8
     for operation in ("send", "recv"):
@@ -162,7 +163,7 @@ def test_messages_of_an_update(found: RankRehearsal):
 
 def test_messages_of_a_forward_pass(found: RankRehearsal):
     micro_batches = phase(found, "actor.compute_log_probs").num_rehearsed // MICRO_ROWS
-    assert micro_batches == 2 * P
+    assert micro_batches == P + 1
     hidden = MICRO_ROWS * (PROMPT + RESPONSE) * HIDDEN * 2
     log_probs = 4 * 4 * MICRO_ROWS * RESPONSE  # the largest logit, two sums and the target's, in float32
     by_layers = 2 * LAYERS // P * hidden  # after attention, and after the MLP
