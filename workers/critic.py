@@ -27,9 +27,7 @@ class CriticWorker(TrainedWorker):
     @register(PROTO_3D, SEQUENCE_COLUMNS, returns_rows=True)
     def compute_values(self, rollout: TensorDictBase) -> TensorDict | None:
         """Return `values` [B, R]: the value of the state before each response token."""
-        return self.forward_rows(
-            rollout, lambda scores, columns: {"values": response_values(scores, columns)}
-        )
+        return self.forward_rows(rollout, lambda scores, columns: {"values": response_values(scores)})
 
     @register(
         PROTO_3D,
@@ -44,7 +42,7 @@ class CriticWorker(TrainedWorker):
         clip = getattr(self.run, self.context.role).value_clip or None
 
         def loss(scores: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
-            values, mask = response_values(scores, columns), columns["mask"]
+            values, mask = response_values(scores), columns["mask"]
             total = value_loss(values, columns["values"], columns["returns"], mask, clip)
             count = mask.sum()
             return total.loss_sum, count.int(), (total.stats, int(count))

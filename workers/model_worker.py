@@ -24,7 +24,7 @@ from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
 from hybridengine.backends.predictions import Predictions
 from hybridengine.config import RunConfig
-from hybridengine.config.role_sections import TrainedSection
+from hybridengine.config.role_sections import MegatronSettings, TrainedSection
 from hybridengine.errors import CheckpointError, DataError, ProtocolError
 from hybridengine.models.shapes import ModelShape
 from hybridengine.rows.micro_batches import cut_rows, draw_mini_batches, gather_rows
@@ -48,7 +48,8 @@ class ModelWorker:
         if score_head:
             shape = shape.with_score_head()
         self.shape = shape
-        section = getattr(run, context.role)
+        section: Any = getattr(run, context.role)
+        self.max_tokens: int = section.micro_batch_tokens
         build = MegatronTrainer if trains else MegatronModel
         self.model = build(
             shape,
@@ -57,10 +58,9 @@ class ModelWorker:
             self.registry,
             dtype=run.model.dtype,
             names=available_names(),
-            recompute=getattr(section, "recompute", "none") == "full",
+            settings=section if isinstance(section, MegatronSettings) else MegatronSettings(),
         )
         load_weights(self.model, folder)
-        self.max_tokens: int = section.micro_batch_tokens
 
     def forward_rows(self, batch: TensorDictBase, output: OutputFunction) -> TensorDict | None:
         """Return the response-aligned results of `output` for all rows, [B, R] each; None on all stages but the last."""

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from hybridengine.backends.megatron.outputs import last_token_scores
 from hybridengine.config import RunConfig
 from hybridengine.config.reward_sections import scorer_key
 from hybridengine.data.rewards import RewardFunctions, reward_texts, score_column
@@ -73,10 +72,10 @@ class RewardModelWorker(ModelWorker):
         """
 
         micro = cut_rows(rollout, self.max_tokens)
-        results = self.model.forward(
-            [part.columns for part in micro],
-            lambda scores, columns: {"scores": last_token_scores(scores, columns)},
-        )
+        last_tokens = [
+            part.columns | {"positions": part.columns["lengths"].unsqueeze(1) - 1} for part in micro
+        ]
+        results = self.model.forward(last_tokens, lambda scores, columns: {"scores": scores[:, 0, 0]})
         if not self.model.is_last_stage:
             return None
         scores = torch.zeros(len(rollout))

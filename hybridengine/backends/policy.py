@@ -21,12 +21,13 @@ from hybridengine.weights.hybrid_engine import TrainingSide
 MicroBatch = dict[str, Tensor]
 """Columns of some rows; `tokens` [B, T] is the model's input, the rest is passed to the output function.
 
-`positions` [B, R], if present, selects the positions of `Predictions`.
+`lengths` [B], if present, are the numbers of valid tokens, which come first: the model sees the rows packed, without
+padding. `positions` [B, R], if present, are the tokens whose outputs are wanted; -1 for none.
 """
 
 OutputFunction = Callable[[Any, MicroBatch], dict[str, Tensor]]
 """(model output, micro-batch) -> tensors by name. The output is `Predictions` of [B, T], or of [B, R] with `positions`;
-that of a model with a score head is a tensor of scores [B, T, labels]."""
+that of a model with a score head is a tensor of scores [B, T, labels] or [B, R, labels], zero where there are none."""
 
 LossFunction = Callable[[Any, MicroBatch], tuple[Tensor, Tensor, Any]]
 """(model output, micro-batch) -> (loss summed over tokens, number of tokens, additional result to collect)."""

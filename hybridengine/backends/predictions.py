@@ -17,53 +17,69 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridengine.backends.places import Places
+
 BLOCK_ENTRIES = 2**25
 """Largest number of logits that exist at a time: 128 MiB in float32."""
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """Distributions over the vocabulary that follow some positions, differentiable in hidden states and weight."""
+    """Distributions over the vocabulary that follow some positions, differentiable in hidden states and weight.
 
-    hidden_BTH: Tensor
+    The ranks of `group` and those of `places` call the same methods in the same order.
+    """
+
+    hidden_NH: Tensor
     """Hidden states; their gradient is this rank's part, which whoever made them sums over the group."""
     weight_WH: Tensor
     """This rank's rows of the output layer's weight."""
     vocab_size: int
     """Size of the vocabulary; later rows of the weight are padding, whose probability is zero."""
     group: dist.ProcessGroup
-    """Ranks with the other rows of the weight, which call the same methods."""
+    """Ranks with the other rows of the weight."""
+    places: Places
+    """Places of the hidden states among the entries [B, T] of results."""
 
     def __getitem__(self, index: Any) -> Predictions:
         """Return the predictions of some rows and positions, such as `[:, :-1]`."""
-        return replace(self, hidden_BTH=self.hidden_BTH[index])
+        places, outputs = self.places[index]
+        return replace(self, hidden_NH=self.hidden_NH[outputs], places=places)
 
     def log_probs(self, targets_BT: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
         """Return (log-probability of each target, entropy) under softmax(logits / temperature), both [B, T] float32.
 
-        A tensor of temperatures is broadcast to the targets.
+        A tensor of temperatures is broadcast to the targets. Positions without a prediction, such as those beyond a
+        row's end, have zeros.
         """
-        return _LogProbs.apply(  # type: ignore[no-any-return]
-            self.hidden_BTH, self.weight_WH, targets_BT, temperature, self.vocab_size, self.group
+        temperatures = torch.as_tensor(temperature, dtype=torch.float32, device=targets_BT.device)
+        log_probs_N, entropies_N = _LogProbs.apply(
+            self.hidden_NH,
+            self.weight_WH,
+            self.places.of(targets_BT),
+            self.places.of(temperatures.expand_as(targets_BT)).unsqueeze(-1),
+            self.vocab_size,
+            self.group,
         )
+        return self.places.spread(log_probs_N), self.places.spread(entropies_N)
 
     def most_likely(self, count: int) -> tuple[Tensor, Tensor]:
         """Return (ids, log-probabilities) of the most likely tokens, both [B, T, count], the most likely first.
 
         Not differentiable. `count` is at most the size of the vocabulary.
         """
-        hidden_NH, weight_WH = self.hidden_BTH.detach().flatten(0, -2), self.weight_WH.detach()
-        parts = [
-            most_likely(_logits(hidden_NH[rows], weight_WH, logits), count, self.vocab_size, self.group)
-            for rows, (logits,) in _blocks(hidden_NH, weight_WH, num_buffers=1)
-        ]
-        shape = *self.hidden_BTH.shape[:-1], count
-        ids, log_probs = (torch.cat(part).view(shape) for part in zip(*parts, strict=True))
-        return ids, log_probs
+        hidden_NH, weight_WH = self.hidden_NH.detach(), self.weight_WH.detach()
+        ids, log_probs = (
+            hidden_NH.new_empty(len(hidden_NH), count, dtype=dtype) for dtype in (torch.int64, torch.float32)
+        )
+        for rows, (logits,) in _blocks(hidden_NH, weight_WH, num_buffers=1):
+            logits = _logits(hidden_NH[rows], weight_WH, logits)
+            ids[rows], log_probs[rows] = most_likely(logits, count, self.vocab_size, self.group)
+        return self.places.spread(ids), self.places.spread(log_probs)
 
     def logits(self) -> Tensor:
         """Return this rank's logits of all tokens, [B, T, W] float32, which need as much memory."""
-        return torch.nn.functional.linear(self.hidden_BTH, self.weight_WH).float()
+        return self.places.spread(torch.nn.functional.linear(self.hidden_NH, self.weight_WH).float())
 
 
 def most_likely(
@@ -92,18 +108,17 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
-        hidden_BTH: Tensor,
+        hidden_NH: Tensor,
         weight_WH: Tensor,
-        targets_BT: Tensor,
-        temperature: float | Tensor,
+        targets_N: Tensor,
+        temperature_N1: Tensor,
         vocab_size: int,
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor]:
-        hidden_NH, width = hidden_BTH.flatten(0, -2), len(weight_WH)
-        first, num_tokens = group.rank() * width, targets_BT.numel()
+        num_tokens, width = len(hidden_NH), len(weight_WH)
+        first = group.rank() * width
         weight_VH = weight_WH[: max(0, min(width, vocab_size - first))]
-        temperature_N1 = _per_token(temperature, targets_BT)
-        local_N = targets_BT.flatten() - first
+        local_N = targets_N - first
         here_N = (local_N >= 0) & (local_N < len(weight_VH))
         column_N1 = local_N.clamp(0, max(0, len(weight_VH) - 1)).unsqueeze(-1)
         largest_N, (total_N, weighted_N, target_N) = (
@@ -134,20 +149,20 @@ class _LogProbs(torch.autograd.Function):
             target_N = target_N - largest_N
         log_total_N, mean_N = total_N.log(), weighted_N / total_N
         ctx.save_for_backward(
-            hidden_BTH, weight_WH, temperature_N1, largest_N, log_total_N, mean_N, column_N1, here_N
+            hidden_NH, weight_WH, temperature_N1, largest_N, log_total_N, mean_N, column_N1, here_N
         )
         ctx.num_valid = len(weight_VH)
         ctx.set_materialize_grads(False)
-        return (target_N - log_total_N).view_as(targets_BT), (log_total_N - mean_N).view_as(targets_BT)
+        return target_N - log_total_N, log_total_N - mean_N
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad_log_probs: Tensor | None, grad_entropies: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden_BTH, weight_WH, temperature_N1, largest_N, log_total_N, mean_N, column_N1, here_N = (
+        hidden_NH, weight_WH, temperature_N1, largest_N, log_total_N, mean_N, column_N1, here_N = (
             ctx.saved_tensors
         )
-        hidden_NH, weight_VH = hidden_BTH.flatten(0, -2), weight_WH[: ctx.num_valid]
+        weight_VH = weight_WH[: ctx.num_valid]
         for_hidden, for_weight = ctx.needs_input_grad[:2]
         by_log_prob_N1, by_entropy_N1 = (
             torch.zeros_like(temperature_N1) if grad is None else grad.reshape(-1, 1) / temperature_N1
@@ -181,7 +196,7 @@ class _LogProbs(torch.autograd.Function):
                 else:
                     sum_VH += grad.T @ hidden_NH[rows]
         return (
-            grad_hidden_NH.view_as(hidden_BTH) if for_hidden else None,
+            grad_hidden_NH if for_hidden else None,
             None if grad_weight_WH is None else grad_weight_WH.to(weight_WH.dtype),
             *[None] * 4,
         )
@@ -192,12 +207,6 @@ def _logits(hidden_NH: Tensor, weight_WH: Tensor, out_NW: Tensor) -> Tensor:
     if hidden_NH.dtype == out_NW.dtype:
         return torch.mm(hidden_NH, weight_WH.T, out=out_NW)
     return out_NW.copy_(hidden_NH @ weight_WH.T)
-
-
-def _per_token(temperature: float | Tensor, targets_BT: Tensor) -> Tensor:
-    """Return the temperature of each token, [N, 1] float32."""
-    found = torch.as_tensor(temperature, dtype=torch.float32, device=targets_BT.device)
-    return found.expand_as(targets_BT).reshape(-1, 1)
 
 
 def _blocks(

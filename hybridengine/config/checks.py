@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from hybridengine.config.algorithm import Conflict, Role
@@ -265,13 +266,13 @@ def _sizes(config: RunConfig, role: Role, sizes: TrainSizes, key: str) -> Iterat
     if sizes.num_ranks == pool.num_ranks:
         return
     pool_key = ranks_key(name)
-    product = f"{sizes.pp_size}·{sizes.tp_size}·{sizes.dp_size} = {sizes.num_ranks}"
-    replicas, rest = divmod(pool.num_ranks, sizes.model_parallel_size)
-    nearest = f"{sizes.pp_size}-{sizes.tp_size}-{replicas}" if not rest else "other sizes"
+    product = f"{sizes.factors} = {sizes.num_ranks}"
+    replicas, rest = divmod(pool.num_ranks, sizes.replica_size)
+    nearest = "other sizes" if rest or not replicas else str(replace(sizes, dp_size=replicas))
     inherited = name != MAIN_POOL and key == "actor.parallel"
     remedy = f"give {role} sizes of its own, {nearest}," if inherited else f"choose {nearest},"
     yield Conflict(
-        f"{key}={sizes} takes p·t·d = {product} ranks, which must equal the {pool.num_ranks} of"
+        f"{key}={sizes} takes {sizes.product} = {product} ranks, which must equal the {pool.num_ranks} of"
         f" {pool_key}={list(pool.ranks_per_node)}{f' that {role} is on' if inherited else ''}; {remedy} or give the"
         f" {'cluster' if name == MAIN_POOL else 'pool'} {sizes.num_ranks} ranks",
         (key, pool_key, *(("cluster.pools",) if inherited else ())),

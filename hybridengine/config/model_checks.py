@@ -126,7 +126,7 @@ def _checkpoint(
 def _sharding(holder: ModelHolder, shape: ModelShape) -> Iterator[Conflict]:
     """Yield conflicts of the tensor-parallel size with heads and MLP width, and of the pipeline size with layers."""
     key, sizes, keys = holder.sizes_key, holder.sizes, (holder.sizes_key, "model", f"{holder.key}.path")
-    for problem in shape.tp_problems(sizes.tp_size) + shape.pp_problems(sizes.pp_size):
+    for problem in shape.tp_problems(sizes.tp_size) + shape.pp_problems(*sizes.blocks):
         yield Conflict(f"{key}={sizes}: {problem}", keys)
 
 

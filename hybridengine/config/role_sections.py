@@ -45,7 +45,21 @@ class OptimizerSection(Section):
     """Term that keeps the update's denominator positive."""
 
 
-class TrainedSection(Section):
+class MegatronSettings(Section):
+    """Features of Megatron-core; except for fp8, results change by float32 rounding at most."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations recomputed in the backward pass instead of stored; selective: those of core attention and MLP."""
+    sequence_parallel: bool = True
+    """With t > 1, each tensor-parallel rank has a part of the sequence where tensors are not sharded, such as norms."""
+    overlap_reduction: bool = True
+    """Reduce gradients over replicas while the backward pass of a step's last micro-batch goes on."""
+    fp8: Literal["none", "tensorwise", "blockwise", "mxfp8"] = "none"
+    """Scaling of matrix products in 8 bits by Transformer Engine, on GPUs that have them; results change within FP8's
+    precision."""
+
+
+class TrainedSection(MegatronSettings):
     """Settings of a trained model."""
 
     optimizer: OptimizerSection = OptimizerSection()
@@ -58,15 +72,14 @@ class TrainedSection(Section):
     """Optimizer steps per pass."""
     offload: Literal["none", "optimizer"] = "none"
     """State that moves to host memory while the model is not training; optimizer: its moments and master weights."""
-    recompute: Literal["none", "full"] = "none"
-    """Activations that are recomputed in the backward pass instead of stored."""
 
 
 class ActorSection(TrainedSection):
     """The policy: trained at p-t-d, and generating at p_g-t_g on the same ranks."""
 
     parallel: TrainSizesField = TrainSizes(1, 1, 1)
-    """Training sizes p-t-d: pipeline stages, tensor shards, data-parallel replicas."""
+    """Training sizes p-t-d: pipeline stages, tensor shards, data-parallel replicas. Context-parallel ranks and virtual
+    stages may follow: "2-2-1 c=2 v=2"."""
     generate: GenSizesField = GenSizes(1, 1)
     """Generation sizes p_g-t_g of one engine; if p_g | p and t_g | t, no weight is held twice."""
     bucket_bytes: BucketBytes = 512 * BYTE_UNITS["MiB"]

@@ -203,7 +203,7 @@ class WorkerGroup:
         if self.num_ranks != self.pool.num_ranks:
             sizes = self.topology.grid.sizes
             problems.append(
-                f"{self.role}: parallel={sizes} makes {sizes.pp_size}·{sizes.tp_size}·{sizes.dp_size} ="
+                f"{self.role}: parallel={sizes} makes {sizes.factors} ="
                 f" {self.num_ranks} ranks, and the pool has {self.pool.num_ranks}; choose sizes whose product is"
                 f" {self.pool.num_ranks}"
             )

@@ -151,9 +151,12 @@ class ModelShape(DecoderSizes):
         """Return M of the paper's table 2: bytes of all weights, each counted once."""
         return self.num_parameters * DTYPE_BYTES[dtype]
 
-    def split_layers(self, pp_size: int) -> tuple[range, ...]:
-        """Return the layers of each pipeline stage, one more in the first if uneven; ConfigError if a stage has none."""
-        raise_all(self.pp_problems(pp_size))
+    def split_layers(self, pp_size: int, name: str = "p") -> tuple[range, ...]:
+        """Return the layers of each pipeline stage, one more in the first if uneven; ConfigError if a stage has none.
+
+        The stages may be virtual ones, whose number `name` names in the error.
+        """
+        raise_all(self.pp_problems(pp_size, name))
         each, longer = divmod(self.num_layers, pp_size)
         firsts = [stage * each + min(stage, longer) for stage in range(pp_size + 1)]
         return tuple(range(first, last) for first, last in pairwise(firsts))

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
+from hybridengine.backends.megatron.attention import PackedAttention
 from hybridengine.rehearsal.replacing import all_replaced
 
 
@@ -43,13 +43,17 @@ class _Norm(torch.autograd.Function):
 
 @contextmanager
 def fused_kernels() -> Iterator[None]:
-    """Let Megatron-core's local layers need the memory of its Transformer Engine layers while the context is open."""
+    """Let layers without Transformer Engine need the memory of those with it while the context is open."""
+
+    own = PackedAttention.forward
 
     def attend(layer: Any, query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> Tensor:
+        if layer._context.size() > 1:  # whose ranks exchange keys and values
+            return own(layer, query, key, value, *more, **named)
         return _Attention.apply(query, key, value).flatten(-2)  # type: ignore[no-any-return]
 
     def normalize(layer: Any, rows: Tensor) -> Tensor:
         return _Norm.apply(rows, layer.weight)  # type: ignore[no-any-return]
 
-    with all_replaced((DotProductAttention, "forward", attend), (torch.nn.RMSNorm, "forward", normalize)):
+    with all_replaced((PackedAttention, "forward", attend), (torch.nn.RMSNorm, "forward", normalize)):
         yield

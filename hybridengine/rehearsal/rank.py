@@ -27,7 +27,6 @@ from hybridengine.rehearsal.counting import StorageCounter, TrafficCounter
 from hybridengine.rehearsal.engine import engine_without_values
 from hybridengine.rehearsal.figures import Held, Phase, RankRehearsal
 from hybridengine.rehearsal.fused_kernels import fused_kernels
-from hybridengine.rehearsal.peers import stages_answered
 from hybridengine.rehearsal.replacing import all_replaced, replaced
 from hybridengine.rehearsal.shapes_only import ShapesOnly
 from hybridengine.rehearsal.stand_ins import WeightsWithoutValues, longest_rows, write_model_config
@@ -83,7 +82,6 @@ class _Rank:
         local = nodes.ranks_per_node[nodes.node_of(rank)]
         stack.enter_context(rehearsed_world(rank, nodes.num_ranks, local, self._traffic.count))
         stack.enter_context(self._storages.resizes_counted())
-        stack.enter_context(stages_answered())
         if config.cluster.device != "cpu":
             stack.enter_context(fused_kernels())
         stack.enter_context(engine_without_values(self._mode, nodes))

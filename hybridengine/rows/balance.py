@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 from hybridengine.errors import ConfigError
 
 
 def balance_rows(token_counts: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Return the ascending row indices of micro-batches: as few as fit `max_tokens` of padded work, balanced by tokens.
+    """Return the ascending row indices of micro-batches of at most `max_tokens` tokens, balanced by tokens.
 
-    Rows of similar length are grouped, because a micro-batch is padded to its longest row. Raises ConfigError if one
-    row alone exceeds `max_tokens`.
+    Rows are packed one behind another, so that the sum of their tokens counts. Each goes to the micro-batch with the
+    fewest tokens, the longest row first, and there are as few micro-batches as that allows.
 
-    Guarantees: among all cuts of the length-sorted rows into this number of runs, the largest run has the fewest tokens.
+    Raises ConfigError if one row alone exceeds `max_tokens`.
     """
     if not token_counts:
         return []
@@ -24,30 +25,23 @@ def balance_rows(token_counts: Sequence[int], max_tokens: int) -> list[list[int]
             f" least {longest}"
         )
     by_length = sorted(range(len(token_counts)), key=lambda row: (-token_counts[row], row))
-    fewest = len(_cut_runs(by_length, token_counts, max_tokens, sum(token_counts)))
-    low, high = longest, sum(token_counts)
+    low, high = max(1, -(-sum(token_counts) // max_tokens)), len(token_counts)
     while low < high:
         middle = (low + high) // 2
-        if len(_cut_runs(by_length, token_counts, max_tokens, middle)) <= fewest:
+        parts = _spread(by_length, token_counts, middle)
+        if max(sum(token_counts[row] for row in part) for part in parts) <= max_tokens:
             high = middle
         else:
             low = middle + 1
-    return [sorted(rows) for rows in _cut_runs(by_length, token_counts, max_tokens, high)]
+    return [sorted(part) for part in _spread(by_length, token_counts, high) if part]
 
 
-def _cut_runs(
-    by_length: Sequence[int], token_counts: Sequence[int], max_padded: int, max_sum: int
-) -> list[list[int]]:
-    """Return consecutive runs of `by_length`, each as long as its padded work and token count allow."""
-    runs: list[list[int]] = []
-    tokens = 0
+def _spread(by_length: Sequence[int], token_counts: Sequence[int], count: int) -> list[list[int]]:
+    """Return `count` parts of the rows, each of which went to the part that had the fewest tokens."""
+    loads = [(0, number) for number in range(count)]
+    parts: list[list[int]] = [[] for _ in range(count)]
     for row in by_length:
-        if runs:
-            padded = (len(runs[-1]) + 1) * token_counts[runs[-1][0]]
-            if padded <= max_padded and tokens + token_counts[row] <= max_sum:
-                runs[-1].append(row)
-                tokens += token_counts[row]
-                continue
-        runs.append([row])
-        tokens = token_counts[row]
-    return runs
+        load, number = loads[0]
+        heapq.heapreplace(loads, (load + token_counts[row], number))
+        parts[number].append(row)
+    return parts

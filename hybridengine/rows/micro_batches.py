@@ -27,9 +27,9 @@ class MicroRows:
     rows: list[int]
     """Indices of the rows in the batch."""
     columns: dict[str, Tensor]
-    """`tokens` [b, t]; `positions` [b, r], the position in the model's output of the distribution of response token j;
-    `mask` [b, r], see `loss_mask`; and the requested response-aligned columns, [b, r]. Rows without
-    a prompt have all columns at all positions, [b, t], and no `positions`."""
+    """`tokens` [b, t] and `lengths` [b]; `positions` [b, r], that of the token before response token j, -1 beyond the
+    response; `mask` [b, r], see `loss_mask`; and the requested response-aligned columns, [b, r]. Rows without a prompt
+    have all columns at all positions, [b, t], and no `positions`."""
 
 
 def cut_rows(
@@ -51,7 +51,7 @@ def cut_rows(
     lengths = (batch["prompt_lengths"] + batch["response_lengths"]).view(-1, unit)
     return [
         MicroRows(rows, _columns(batch, rows, response_columns))
-        for units in balance_rows((lengths.amax(1) * unit).tolist(), max_tokens)
+        for units in balance_rows(lengths.sum(1).tolist(), max_tokens)
         for rows in [[number * unit + place for number in units for place in range(unit)]]
     ]
 
@@ -72,9 +72,11 @@ def loss_mask(batch: TensorDictBase, width: int, rows: list[int] | slice = slice
 def _columns(batch: TensorDictBase, rows: list[int], response_columns: Sequence[str]) -> dict[str, Tensor]:
     prompts, responses = batch["prompt_lengths"][rows], batch["response_lengths"][rows]
     width, longest = int((prompts + responses).max()), max(1, int(responses.max()))
+    places = torch.arange(longest)
     columns = {
         "tokens": batch["tokens"][rows, :width],
-        "positions": (prompts.unsqueeze(1) - 1 + torch.arange(longest)).clamp(max=width - 1),
+        "lengths": prompts + responses,
+        "positions": (prompts.unsqueeze(1) - 1 + places).masked_fill(places >= responses.unsqueeze(1), -1),
         "mask": loss_mask(batch, longest, rows),
     }
     return columns | {name: batch[name][rows, :longest] for name in response_columns}
@@ -90,7 +92,8 @@ def cut_whole_rows(batch: TensorDictBase, max_tokens: int, columns: Sequence[str
     def cut(rows: list[int]) -> dict[str, Tensor]:
         width = int(lengths[rows].max())
         mask = torch.arange(width) < batch["lengths"][rows].unsqueeze(1)
-        return {"mask": mask} | {name: batch[name][rows, :width] for name in columns}
+        row_lengths = {"lengths": lengths[rows], "mask": mask}
+        return row_lengths | {name: batch[name][rows, :width] for name in columns}
 
     return [MicroRows(rows, cut(rows)) for rows in balance_rows(lengths.tolist(), max_tokens)]
 

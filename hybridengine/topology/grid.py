@@ -197,7 +197,17 @@ class Grid(Mesh):
 
     @cached_property
     def axes(self) -> dict[str, int]:
-        return {axis: self.sizes[axis] for axis in self.order.axes if axis in self.sizes.axes()}
+        """Axis -> size; axes that are written by a letter exist only if they are larger than 1."""
+        sizes, named = dict(self.sizes.items()), self.sizes.named
+        return {
+            axis: sizes[axis]
+            for axis in self.order.axes
+            if axis in sizes and (sizes[axis] > 1 or f"{axis}_size" not in named)
+        }
+
+    def axis_size(self, axis: str) -> int:
+        absent = axis not in self.axes and f"{axis}_size" in self.sizes.named
+        return 1 if absent else super().axis_size(axis)
 
     def __str__(self) -> str:
         return str(self.sizes)

@@ -1,7 +1,7 @@
 """Parallel sizes as the paper writes them: (p, t, d) for training, (p_g, t_g) for generation.
 
-The fields of `TrainSizes` are the training axes. To add an axis, add a field: `cp_size: int = 1`. The number of ranks,
-grids, coordinates, groups, rank orders and messages follow from it.
+The fields of `TrainSizes` named `{axis}_size` are the training axes. To add an axis, add such a field, and the letter by
+which it is written to `NAMED`. The number of ranks, grids, coordinates, groups and messages follow from it.
 
 Source: HybridFlow, arXiv 2409.19256, section 5.1.
 """
@@ -29,19 +29,23 @@ MAX_RANKS = 2**20
 class Sizes:
     """Size of every axis; a subclass names its axes by its fields, `{axis}_size`, in the written order.
 
-    A field whose default is 1 is written, by name, only if it is larger. Raises TopologyError if a size is not a
-    positive integer, or if there are too many ranks.
+    A field in `named` has the default 1, and is written by its letter only if it is larger.
+
+    Raises TopologyError if a size is not a positive integer, or if there are too many ranks.
     """
 
     form: ClassVar[str]
     """Written form of the sizes: "p-t-d"."""
     example: ClassVar[str]
+    named: ClassVar[dict[str, str]] = {}
+    """Field -> letter of the sizes that follow the written form: "2-2-1 c=2"."""
 
     def __post_init__(self) -> None:
-        for axis, size in self.items():
+        for field in fields(self):
+            size = getattr(self, field.name)
             if type(size) is not int or size < 1:  # bool is a subclass of int
                 raise TopologyError(
-                    f"{axis}_size={size!r} must be a positive integer; choose at least 1 for each of {self.form}"
+                    f"{field.name}={size!r} must be a positive integer; choose at least 1 for each of {self.form}"
                 )
         if self.num_ranks > MAX_RANKS:
             raise TopologyError(
@@ -50,20 +54,34 @@ class Sizes:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the sizes written in `form`, such as `example`."""
+        """Return the sizes written in `form`, such as `example`, followed by named ones."""
         shown = text if len(str(text)) <= 60 else f"{str(text)[:57]}..."
-        if not re.fullmatch(r"[0-9]+(-[0-9]+)*", str(text)) or str(text).count("-") != cls.form.count("-"):
-            raise TopologyError(f'{shown!r} is not a parallel size; write {cls.form} such as "{cls.example}"')
-        parts = str(text).split("-")
-        if max(map(len, parts)) > 20:  # int() rejects strings of thousands of digits
+        written, *rest = str(text).split() or [""]
+        parts, letters = written.split("-"), {letter: name for name, letter in cls.named.items()}
+        pairs = [part.partition("=")[::2] for part in rest]
+        named = {letters[letter]: number for letter, number in pairs if letter in letters}
+        numbers = [*parts, *named.values()]
+        if (
+            not all(re.fullmatch(r"[0-9]+", number) for number in numbers)
+            or len(parts) != cls.form.count("-") + 1
+            or len(named) != len(rest)
+        ):
+            more = (
+                f' or "{" ".join([cls.example, *(f"{letter}=2" for letter in letters)])}"' if letters else ""
+            )
+            raise TopologyError(
+                f'{shown!r} is not a parallel size; write {cls.form} such as "{cls.example}"{more}'
+            )
+        if max(map(len, numbers)) > 20:  # int() rejects strings of thousands of digits
             raise TopologyError(f"{shown!r} is beyond {MAX_RANKS} ranks; choose smaller sizes")
-        return cls(*map(int, parts))
+        return cls(*map(int, parts), **{name: int(number) for name, number in named.items()})
 
     @classmethod
     @cache
     def axes(cls) -> tuple[str, ...]:
         """Return the names of the axes, those of the written form first."""
-        return tuple(field.name.removesuffix("_size") for field in fields(cls))
+        names = [field.name for field in fields(cls)]
+        return tuple(name.removesuffix("_size") for name in names if name.endswith("_size"))
 
     def items(self) -> Iterator[tuple[str, int]]:
         """Yield (axis, size) for every axis."""
@@ -78,30 +96,69 @@ class Sizes:
 
     @property
     def product(self) -> str:
-        """Number of ranks in symbols: "p·t·d"."""
-        written = self.form.split("-")
-        return "·".join([*written, *(axis[0] for axis in self.axes()[len(written) :])])
+        """Number of ranks in symbols: "p·t·d", or "p·t·d·c" where there are context-parallel ranks."""
+        more = [
+            letter
+            for name, letter in self.named.items()
+            if name.endswith("_size") and getattr(self, name) > 1
+        ]
+        return "·".join([*self.form.split("-"), *more])
+
+    @property
+    def factors(self) -> str:
+        """Number of ranks as a product: "2·2·1"."""
+        written = self.form.count("-") + 1
+        return "·".join(
+            str(size) for place, (_, size) in enumerate(self.items()) if place < written or size > 1
+        )
 
     def __str__(self) -> str:
-        sizes, num_written = list(self.items()), self.form.count("-") + 1
-        named = [f" {axis}={size}" for axis, size in sizes[num_written:] if size > 1]
-        return "-".join([str(size) for _, size in sizes[:num_written]]) + "".join(named)
+        written = [str(size) for _, size in self.items()][: self.form.count("-") + 1]
+        named = [
+            f" {letter}={size}" for name, letter in self.named.items() if (size := getattr(self, name)) > 1
+        ]
+        return "-".join(written) + "".join(named)
 
 
 @dataclass(frozen=True, order=True)
 class TrainSizes(Sizes):
-    """(p, t, d): pipeline stages, tensor shards, data-parallel replicas."""
+    """(p, t, d): pipeline stages, tensor shards, data-parallel replicas; c and v are 1 unless they are named.
+
+    Raises TopologyError for virtual stages without a pipeline.
+    """
 
     form = "p-t-d"
     example = "2-2-1"
+    named: ClassVar[dict[str, str]] = {"cp_size": "c", "virtual_stages": "v"}
     pp_size: int
     tp_size: int
     dp_size: int
+    cp_size: int = 1
+    """Ranks that share the tokens of every row."""
+    virtual_stages: int = 1
+    """Blocks of layers of each pipeline stage, for the interleaved schedule: block k of stage s is block k·p + s."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.virtual_stages > 1 and self.pp_size == 1:
+            raise TopologyError(
+                f"v={self.virtual_stages} virtual stages need pipeline stages, and p=1; choose p of at least 2, or v=1"
+            )
 
     @cached_property
     def model_parallel_size(self) -> int:
-        """p·t: the ranks of one replica."""
+        """p·t: the ranks with different weights."""
         return math.prod(self[axis] for axis in MODEL_AXES)
+
+    @property
+    def replica_size(self) -> int:
+        """p·t·c: the ranks that train on the same rows."""
+        return self.num_ranks // self.dp_size
+
+    @property
+    def blocks(self) -> tuple[int, str]:
+        """(p·v, its name): the number of blocks of layers that the model is cut into."""
+        return self.pp_size * self.virtual_stages, "p" if self.virtual_stages == 1 else "p·v"
 
 
 @dataclass(frozen=True, order=True)
@@ -114,8 +171,12 @@ class GenSizes(Sizes):
     tp_size: int
 
     def nests_in(self, train: TrainSizes) -> bool:
-        """True if p_g divides p and t_g divides t, so that training shards can be parts of generation shards."""
-        return all(train[axis] % self[axis] == 0 for axis in MODEL_AXES)
+        """True if p_g divides p and t_g divides t, so that training shards can be parts of generation shards.
+
+        Virtual stages of a rank are in different generation stages, unless there is only one.
+        """
+        divides = all(train[axis] % self[axis] == 0 for axis in MODEL_AXES)
+        return divides and (self.pp_size == 1 or train.virtual_stages == 1)
 
     def problems_over(self, train: TrainSizes) -> list[str]:
         """Return the reasons why engines of these sizes cannot divide the ranks of `train` among them."""

@@ -48,11 +48,21 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
         + f" (p-t-d); {'the actor itself generates at' if config.engines else 'generation'} {config.actor.generate}"
         + f" (p_g-t_g) in {generation.num_replicas} engine(s)"
         + (f", d_g={generation.micro_dp_size}" if generation.nests else ", sizes that do not nest"),
+        *_padding_lines(config),
         f"switch: each rank receives at most {format_bytes(cost.received_bytes_max)}"
         f" ({cost.received_bytes_max / total:.1%} of the model), peak"
         f" {format_bytes(cost.peak_weight_bytes_max)} of weights (training shard"
         f" {format_bytes(cost.train_shard_bytes_max)}, generation shard {format_bytes(cost.gen_shard_bytes_max)}),"
         f" redundant {format_bytes(cost.redundant_bytes_max)}; back: 0 B received",
+    ]
+
+
+def _padding_lines(config: RunConfig) -> list[str]:
+    """Return a line for each role with context-parallel ranks, which divide every row among them."""
+    return [
+        f"padding: {holder.name} pads every row to a multiple of 2c = {2 * holder.sizes.cp_size} tokens"
+        for holder in model_holders(config)
+        if holder.sizes.cp_size > 1
     ]
 
 

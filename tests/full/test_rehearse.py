@@ -139,7 +139,7 @@ def test_memory_by_phase(found: RankRehearsal):
     building = phase(found, "build actor")
     assert building.peak_bytes >= 6 * OWN + 2 * ALL + KV_BYTES, "the engine is built beside the trainer"
     micro_tokens = MICRO_ROWS * (PROMPT + RESPONSE)
-    least = training + 2 * micro_tokens * HIDDEN * 2 * LAYERS // P
+    least = training + 2 * micro_tokens // T * HIDDEN * 2 * LAYERS // P
     assert phase(found, "actor.update").peak_bytes > least, "it keeps at least the inputs of both norms"
     norms = (2 * LAYERS // P + 1) * HIDDEN  # which the other tensor-parallel rank saves
     assert phase(found, "actor.begin_save").copied_bytes == (2 + 12) * (OWN - norms) // D
@@ -155,10 +155,12 @@ def test_messages_of_an_update(found: RankRehearsal):
     assert sent(found, "actor.update", "allgather_into_tensor_coalesced", group="data") == 2 * OWN
     micro_batches = phase(found, "actor.update").num_rehearsed // MICRO_ROWS
     assert micro_batches == P + 1, "the pipeline is filled"
-    hidden = MICRO_ROWS * (PROMPT + RESPONSE) * HIDDEN * 2
-    shape = 3 * 8
-    for operation in ("send", "recv"):
-        assert sent(found, "actor.update", operation, group="pipeline") == micro_batches * (hidden + shape)
+    part = (
+        MICRO_ROWS * (PROMPT + RESPONSE) // T * HIDDEN * 2
+    )  # each tensor-parallel rank has one of the sequence
+    # Megatron-core sends in one direction through the default group, where there are two stages.
+    assert sent(found, "actor.update", "recv", group="pipeline") == micro_batches * part
+    assert sent(found, "actor.update", "send", group="all ranks") == micro_batches * part
 
 
 def test_messages_of_a_forward_pass(found: RankRehearsal):
@@ -166,9 +168,16 @@ def test_messages_of_a_forward_pass(found: RankRehearsal):
     assert micro_batches == P + 1
     hidden = MICRO_ROWS * (PROMPT + RESPONSE) * HIDDEN * 2
     log_probs = 4 * 4 * MICRO_ROWS * RESPONSE  # the largest logit, two sums and the target's, in float32
-    by_layers = 2 * LAYERS // P * hidden  # after attention, and after the MLP
-    total = sent(found, "actor.compute_log_probs", "allreduce", group="tensor")
-    assert total == micro_batches * (by_layers + log_probs)
+    matrices = (
+        2 * LAYERS // P
+    )  # before attention and MLP tokens are gathered, and behind them summed and divided
+    for operation, count, num_bytes in (
+        ("allgather_base", matrices + 1, hidden),  # with that of the head
+        ("reduce_scatter_base", matrices, hidden),
+        ("allreduce", 1, log_probs),
+    ):
+        total = sent(found, "actor.compute_log_probs", operation, group="tensor")
+        assert total == micro_batches * count * num_bytes, operation
 
 
 def test_the_planner_agrees(file: Path, found: RankRehearsal):

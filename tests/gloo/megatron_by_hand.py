@@ -125,4 +125,10 @@ def gather_unsharded(model: MegatronModel, group: dist.ProcessGroup | None = Non
         key, parameters = answer
         first = shards.setdefault(key, parameters)
         assert all(torch.equal(parameters[name], first[name]) for name in first), f"replicas of {key} differ"
-    return unsharded(model.shape, shards, sizes.pp_size, sizes.tp_size)
+    p, v = sizes.pp_size, sizes.virtual_stages
+    blocks: Shards = {}
+    for (pp_rank, tp_rank), parameters in shards.items():
+        for name, parameter in parameters.items():
+            chunk, _, rest = name.partition(".") if v > 1 else ("0", "", name)
+            blocks.setdefault((int(chunk) * p + pp_rank, tp_rank), {})[rest] = parameter
+    return unsharded(model.shape, blocks, p * v, sizes.tp_size)

@@ -12,7 +12,7 @@ from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTraine
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.backends.policy import LossFunction
 from hybridengine.backends.predictions import Predictions
-from hybridengine.config.role_sections import OptimizerSection
+from hybridengine.config.role_sections import MegatronSettings, OptimizerSection
 from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid
 from hybridengine.weights.process_groups import ProcessGroups
@@ -38,10 +38,11 @@ def make_trainer(
     dtype: str = "float32",
     settings: OptimizerSection = SETTINGS,
     decay_steps: int = reference.DECAY_STEPS,
+    features: MegatronSettings = MegatronSettings(),
 ) -> MegatronTrainer:
     """Return a trainer with the weights of `folder` and a fresh optimizer."""
     initialize_globals(1)
-    trainer = MegatronTrainer(shape, grid, rank, registry, dtype)
+    trainer = MegatronTrainer(shape, grid, rank, registry, dtype, settings=features)
     load_weights(trainer, folder)
     trainer.start_optimizer(settings, decay_steps)
     return trainer
@@ -73,6 +74,11 @@ def step(trainer: MegatronTrainer, index: int) -> tuple[float, float, list[tuple
     batches = reference.micro_batches(index, place.dp_rank, trainer.grid.sizes.dp_size)
     result = trainer.train_step(batches, loss_of(trainer))
     return result.grad_norm, result.lr, result.collected
+
+
+def mean_loss(collected: list[tuple[float, int]]) -> float:
+    """Return the mean over all tokens of what `step` has collected."""
+    return sum(loss for loss, _ in collected) / max(1, sum(count for _, count in collected))
 
 
 def copy_weights(model: MegatronModel) -> dict[str, Tensor]:

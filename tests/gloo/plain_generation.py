@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hybridengine.backends.megatron.model import DTYPES
+from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.reshard.compiler import compile_plan
 from hybridengine.reshard.domains import domains
@@ -31,7 +32,9 @@ class PlainGeneration:
         self.layout = layout
         self.weights = WeightStorage(
             {
-                parameter.name: torch.full(parameter.shape, float("nan"), dtype=DTYPES[dtype])
+                parameter.name: torch.full(
+                    parameter.shape, float("nan"), dtype=DTYPES[dtype], device=device()
+                )
                 for parameter in layout.shard(rank).parameters
             }
         )

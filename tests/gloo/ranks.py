@@ -66,10 +66,11 @@ class RankLauncher:
         *args: Any,
         timeout_s: float = 240.0,
         may_die: Collection[int] = (),
+        backend: str = "gloo",
     ) -> list[Any]:
         """Return the result of `function(rank, *args)` of every rank, in rank order.
 
-        The ranks are a gloo world; each has one thread. Tensors come back by value.
+        The ranks are a world over `backend`; each has one thread. Tensors come back by value.
 
         Args:
             may_die: ranks that may end without an answer; their result is None.
@@ -84,7 +85,9 @@ class RankLauncher:
             for rank in range(world_size):
                 own, theirs = self._context.Pipe()
                 process = self._context.Process(
-                    target=_run_rank, args=(theirs, rank, world_size, store.port, payload), daemon=True
+                    target=_run_rank,
+                    args=(theirs, rank, world_size, store.port, backend, payload),
+                    daemon=True,
                 )
                 process.start()
                 theirs.close()
@@ -152,13 +155,15 @@ class _Answers:
         return "\n".join(parts)
 
 
-def _run_rank(own: connection.Connection, rank: int, world_size: int, port: int, payload: bytes) -> None:
+def _run_rank(
+    own: connection.Connection, rank: int, world_size: int, port: int, backend: str, payload: bytes
+) -> None:
     try:
         faulthandler.enable()
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         function, args = pickle.loads(payload)
         answer, stays = pickle.dumps(("value", function(rank, *args))), True
     except BaseException:

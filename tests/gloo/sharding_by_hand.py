@@ -20,7 +20,7 @@ COLUMNS = ("o_proj", "down_proj")
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's part of the model: some consecutive layers, and one of `tp_size` shards of each."""
+    """A rank's part of the model: some layers, and one of `tp_size` shards of each."""
 
     layers: frozenset[int]
     first: bool
@@ -31,11 +31,11 @@ class Part:
     tp_size: int
 
 
-def train_place(rank: int, p: int, t: int, d: int, order: str) -> tuple[int, int, int]:
-    """Return (pp, dp, tp) of a rank."""
-    if order == "PAPER":
-        return rank // t % p, rank // (t * p), rank % t
-    return rank // (t * d), rank // t % d, rank % t
+def train_place(rank: int, p: int, t: int, d: int, order: str, c: int = 1) -> tuple[int, int, int]:
+    """Return (pp, replica, tp) of a rank; context-parallel ranks are replicas next to each other."""
+    tp_rank, cp_rank, rest = rank % t, rank // t % c, rank // (t * c)
+    pp_rank, dp_rank = (rest % p, rest // p) if order == "PAPER" else (rest // d, rest % d)
+    return pp_rank, dp_rank * c + cp_rank, tp_rank
 
 
 def stage_of_layers(num_layers: int, p: int) -> list[int]:
@@ -43,21 +43,21 @@ def stage_of_layers(num_layers: int, p: int) -> list[int]:
     return [int(stage) for stage, run in enumerate(np.array_split(np.arange(num_layers), p)) for _ in run]
 
 
-def train_part(shape: ModelShape, pp_rank: int, tp_rank: int, p: int, t: int) -> Part:
-    stages = stage_of_layers(shape.num_layers, p)
-    layers = frozenset(layer for layer, stage in enumerate(stages) if stage == pp_rank)
+def train_part(shape: ModelShape, pp_rank: int, tp_rank: int, p: int, t: int, v: int = 1) -> Part:
+    blocks = stage_of_layers(shape.num_layers, p * v)
+    layers = frozenset(layer for layer, block in enumerate(blocks) if block % p == pp_rank)
     return Part(layers, pp_rank == 0, pp_rank == p - 1, tp_rank, t)
 
 
 def gen_place(
-    rank: int, p: int, t: int, d: int, order: str, p_gen: int, t_gen: int, vanilla: bool = False
+    rank: int, p: int, t: int, d: int, order: str, p_gen: int, t_gen: int, vanilla: bool = False, c: int = 1
 ) -> tuple[int, int]:
     """Return (gen pp, gen tp) of a rank.
 
     Interval grouping if p_gen | p and one of t and t_gen divides the other; else engines are consecutive ranks of the
     paper's order. Where t_gen is the larger, the ranks with one training shard take its parts in turn.
     """
-    pp_rank, dp_rank, tp_rank = train_place(rank, p, t, d, order)
+    pp_rank, dp_rank, tp_rank = train_place(rank, p, t, d, order, c)
     if vanilla or p % p_gen or (t % t_gen and t_gen % t):
         position = (dp_rank * p + pp_rank) * t + tp_rank
         return position // t_gen % p_gen, position % t_gen

@@ -36,6 +36,8 @@ LAYOUTS = {
         ("1-1-4", "PAPER"),
         ("1-2-2", "PAPER"),
         ("2-1-2", "MEGATRON"),
+        ("1-2-1 c=2", "PAPER"),
+        ("2-1-1 c=2 v=2", "MEGATRON"),
     ],
 }
 """Number of ranks -> (sizes, rank order): every pair of axes, and optimizer states in four ranges."""
@@ -75,7 +77,7 @@ def saved_by(
 @pytest.fixture(scope="module")
 def every_layout(tmp_path_factory: pytest.TempPathFactory, run_ranks: RankLauncher) -> Saved:
     folder = tmp_path_factory.mktemp("checkpoints")
-    write_model(folder / "source", "qwen2", tied=False, dtype="bfloat16")
+    write_model(folder / "source", "qwen2", tied=False, dtype="bfloat16", num_hidden_layers=4)
     return saved_by(folder, LAYOUTS, "bfloat16", run_ranks)
 
 
@@ -90,7 +92,7 @@ def test_steps_after_loading_are_bitwise_those_of_the_run_that_went_on_on_every_
     every_layout: Saved,
 ) -> None:
     """A checkpoint that is saved during training contains the weights from the beginning of the save."""
-    assert_resumed_as_saved(every_layout, "bfloat16", 1 + 4 * 4)
+    assert_resumed_as_saved(every_layout, "bfloat16", 1 + 6 * 4)
 
 
 @pytest.mark.parametrize("model_name", MODELS)
@@ -125,7 +127,7 @@ def test_any_layout_reads_what_any_other_has_written(
         run_ranks(num_ranks, load_and_save, source, loads, "bfloat16", written, again)
     seen = 0
     for folder in sorted(again.iterdir()):
-        original = TensorFolder(written / folder.name.partition(" ")[0])
+        original = TensorFolder(written / folder.name.partition(" in ")[0])
         read = TensorFolder(folder)
         assert read.shapes == original.shapes
         for name, size in read.shapes.items():
@@ -134,7 +136,7 @@ def test_any_layout_reads_what_any_other_has_written(
                 name,
             )
             seen += 1
-    assert {folder.name.partition(" ")[0] for folder in again.iterdir()} == set(everything)
+    assert {folder.name.partition(" in ")[0] for folder in again.iterdir()} == set(everything)
     assert seen == len(list(again.iterdir())) * 4 * len(ModelShape.from_folder(source).tensors)
 
 

@@ -34,6 +34,8 @@ LAYOUTS = [
     ("2-2-1", RankOrder.PAPER),
     ("1-4-1", RankOrder.PAPER),
     ("2-1-2", RankOrder.MEGATRON),
+    ("1-2-1 c=2", RankOrder.PAPER),
+    ("2-1-1 c=2 v=2", RankOrder.MEGATRON),
 ]
 MODELS = [(family, tied) for family in FAMILIES for tied in (False, True)]
 MAX_FILE_BYTES = 150_000
@@ -89,7 +91,7 @@ def assert_outcomes(
     for index, (sizes, order) in enumerate(layouts):
         train = TrainSizes.parse(sizes)
         on_last_stage = [outcomes[index] for outcomes in by_rank if outcomes[index].is_last_stage]
-        assert len(on_last_stage) == train.tp_size * train.dp_size
+        assert len(on_last_stage) == train.num_ranks // train.pp_size
         assert all(not outcomes[index].outputs for outcomes in by_rank if not outcomes[index].is_last_stage)
         for outcome in on_last_stage:
             for output, (log_probs, entropy) in zip(outcome.outputs, expected, strict=True):
@@ -115,7 +117,7 @@ def test_log_probs_and_round_trip_of_every_family_and_layout(
     family: str, tied: bool, tmp_path: Path, run_ranks: RankLauncher
 ):
     source, exports = tmp_path / "source", tmp_path / "exports"
-    model = write_model(source, family, tied)
+    model = write_model(source, family, tied, num_hidden_layers=5)
     generator = torch.Generator().manual_seed(0)
     batches = [
         torch.randint(0, 131, (rows, length), generator=generator) for rows, length in ((3, 9), (1, 14))

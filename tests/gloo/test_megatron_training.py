@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hybridengine.backends.megatron import compat
 from hybridengine.backends.megatron.weights import load_weights, save_weights
 from hybridengine.backends.predictions import Predictions
-from hybridengine.config.role_sections import OptimizerSection
+from hybridengine.config.role_sections import MegatronSettings, OptimizerSection
 from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import TrainSizes
 from hybridengine.weights.process_groups import ProcessGroups
 from tests.gloo import training_reference as reference
 from tests.gloo.checkpoint_ranks import differing, state_of
-from tests.gloo.megatron_training import copy_weights, loss_of, make_trainer, same_weights, step
+from tests.gloo.megatron_training import copy_weights, loss_of, make_trainer, mean_loss, same_weights, step
 from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model
 
@@ -32,6 +35,11 @@ LAYOUTS_BY_NUM_RANKS = {
         ("1-1-4", RankOrder.PAPER),
         ("1-2-2", RankOrder.PAPER),
         ("2-1-2", RankOrder.MEGATRON),
+        ("1-1-1 c=4", RankOrder.PAPER),
+        ("1-2-1 c=2", RankOrder.MEGATRON),
+        ("2-1-1 c=2", RankOrder.PAPER),
+        ("2-2-1 v=2", RankOrder.PAPER),
+        ("2-1-1 c=2 v=2", RankOrder.MEGATRON),
     ],
 }
 """One rank, every pair of axes, and the largest number of replicas."""
@@ -82,7 +90,7 @@ def assert_steps(
 @pytest.mark.parametrize("model_name", MODELS)
 def test_three_steps_equal_plain_pytorch(model_name: str, tmp_path: Path, run_ranks: RankLauncher):
     folder = tmp_path / "source"
-    model = write_model(folder, **MODELS[model_name])  # type: ignore[arg-type]
+    model = write_model(folder, **MODELS[model_name], num_hidden_layers=5)  # type: ignore[arg-type]
     before = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
     loss = reference.value_loss if "num_labels" in MODELS[model_name] else reference.language_loss
     expected = reference.train(model, loss, NUM_STEPS)
@@ -101,16 +109,62 @@ def test_three_steps_equal_plain_pytorch(model_name: str, tmp_path: Path, run_ra
                 assert (tensor - before[name]).abs().max() > 3e-3, f"{name} was trained"
 
 
+FEATURES = (
+    MegatronSettings(sequence_parallel=False, overlap_reduction=False),
+    MegatronSettings(recompute="selective"),
+    MegatronSettings(recompute="full"),
+)
+
+
+SIZES = ("1-2-1 c=2", "2-2-1 v=2", "2-1-2 v=2")
+
+
+def train_with_features(rank: int, folder: Path) -> list[tuple[Records, list[tuple[int, int]]]]:
+    """Return for each size and features the records of steps, and (reductions that the backward pass started, all)."""
+    registry, shape, found = ProcessGroups(), ModelShape.from_folder(folder), []
+    compat.REDUCTION_ELEMENTS = 10_000
+    start, started = compat.start_reductions, list[tuple[int, int]]()
+
+    def start_and_count(replicated: list[Any]) -> None:
+        groups = [group for chunk in replicated for group in chunk.bucket_groups]
+        started.append((sum(group.grad_reduce_handle is not None for group in groups), len(groups)))
+        start(replicated)
+
+    compat.start_reductions = start_and_count  # type: ignore[assignment]
+    for sizes in SIZES:
+        for features in FEATURES:
+            grid = Grid(TrainSizes.parse(sizes))
+            trainer = make_trainer(shape, grid, rank, registry, folder, features=features)
+            found.append(([step(trainer, index) for index in range(NUM_STEPS)], started[-NUM_STEPS:]))
+    return found
+
+
+@pytest.mark.parametrize("model_name", ["qwen3-tied", "llama-value-head"])
+def test_no_feature_changes_the_steps(model_name: str, tmp_path: Path, run_ranks: RankLauncher):
+    model = write_model(tmp_path, **MODELS[model_name], num_hidden_layers=4)  # type: ignore[arg-type]
+    loss = reference.value_loss if "num_labels" in MODELS[model_name] else reference.language_loss
+    expected = reference.train(model, loss, NUM_STEPS)
+    for outcomes in run_ranks(4, train_with_features, tmp_path):
+        for (sizes, features), (records, started) in zip(product(SIZES, FEATURES), outcomes, strict=True):
+            for (norm, _, losses), figures in zip(records, expected, strict=True):
+                assert norm == pytest.approx(figures.grad_norm, rel=1e-4), (sizes, features)
+                if losses and TrainSizes.parse(sizes).dp_size == 1:
+                    assert mean_loss(losses) == pytest.approx(figures.loss, rel=1e-5)
+            overlaps = features.overlap_reduction and sizes != "2-2-1 v=2"
+            assert min(total for _, total in started) > 2
+            # Megatron-core learns in the first step which gradients to wait for.
+            assert [count for count, _ in started] == [
+                0,
+                *[total if overlaps else 0 for _, total in started[1:]],
+            ]
+
+
 def train_new_value_head(rank: int, folder: Path) -> list[float]:
     """Return the mean losses of a few steps on one batch, with a score head that the checkpoint lacks."""
     shape = dataclasses.replace(ModelShape.from_folder(folder), tied_embeddings=False, num_labels=1)
     settings = OptimizerSection(lr=5e-3)
     trainer = make_trainer(shape, Grid(TrainSizes(2, 2, 1)), rank, ProcessGroups(), folder, settings=settings)
     return [mean_loss(step(trainer, 0)[2]) for _ in range(8)]
-
-
-def mean_loss(collected: list[tuple[float, int]]) -> float:
-    return sum(loss for loss, _ in collected) / max(1, sum(count for _, count in collected))
 
 
 def test_a_value_head_starts_at_zero_on_a_language_model_and_learns(tmp_path: Path, run_ranks: RankLauncher):

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from hybridengine.backends import predictions
+from hybridengine.backends.places import Places
 from hybridengine.backends.predictions import Predictions
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
@@ -85,7 +86,8 @@ def on_own_shard(rank: int, dtype: torch.dtype) -> list[Found]:
         predictions.BLOCK_ENTRIES = block
         hidden = case.hidden.clone().requires_grad_()
         weight = case.weight[first : first + width].clone().requires_grad_()
-        one = Predictions(hidden, weight, VOCAB, group)
+        places = Places.everywhere((ROWS, POSITIONS), registry.of(grid.groups()))
+        one = Predictions(hidden.flatten(0, 1), weight, VOCAB, group, places)
         log_probs, entropies = one.log_probs(case.targets, case.temperature)
         torch.autograd.backward([log_probs, entropies], [*case.grads])
         assert hidden.grad is not None
@@ -143,7 +145,7 @@ def whole(rank: int) -> None:
     assert group is not None
     frozen = case.weight[:VOCAB]
     hidden = case.hidden.clone().requires_grad_()
-    one = Predictions(hidden, frozen, VOCAB, group)
+    one = Predictions(hidden.flatten(0, 1), frozen, VOCAB, group, Places.everywhere((ROWS, POSITIONS), group))
     log_probs, _ = one[:, 1:].log_probs(case.targets[:, 1:])
     log_probs.sum().backward()
     assert frozen.grad is None
@@ -170,7 +172,8 @@ def peak_bytes(rank: int) -> int:
         hidden = torch.empty(1, TOKENS, MODEL, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(WIDTH, MODEL, dtype=torch.bfloat16, requires_grad=True)
         targets = torch.empty(1, TOKENS, dtype=torch.int64)
-        log_probs, entropies = Predictions(hidden, weight, WIDTH, group).log_probs(targets)
+        one = Predictions(hidden[0], weight, WIDTH, group, Places.everywhere((1, TOKENS), group))
+        log_probs, entropies = one.log_probs(targets)
         (log_probs.sum() + entropies.sum()).backward()
     snapshot: Any = tracker.get_tracker_snapshot("peak")
     return snapshot[torch.device("cpu")]["Total"]

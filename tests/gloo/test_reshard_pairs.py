@@ -64,6 +64,13 @@ class Training:
         return Grid(TrainSizes.parse(self.sizes), self.order)
 
     @property
+    def numbers(self) -> tuple[int, int, int, int, int]:
+        """p, t, d, c and v, as the test reads them."""
+        p, t, d = map(int, self.sizes.split()[0].split("-"))
+        named = dict(part.split("=") for part in self.sizes.split()[1:])
+        return p, t, d, int(named.get("c", 1)), int(named.get("v", 1))
+
+    @property
     def model(self) -> str:
         return f"{self.family}-{self.tied}-{self.kv_heads}-{self.grid.num_ranks}"
 
@@ -76,6 +83,9 @@ TRAININGS = {
         Training("4-1-1", ALL_OF_4, family="qwen2", tied=True),
         Training("1-2-2", ALL_OF_4, family="qwen3", tied=True),
         Training("2-1-2", ALL_OF_4, tied=True, order=RankOrder.MEGATRON),
+        Training("2-1-1 c=2", ALL_OF_4, tied=True),
+        Training("2-2-1 v=2", ALL_OF_4, family="qwen3"),
+        Training("2-1-1 c=2 v=2", "1-1 1-2 2-1 2-2 1-2v", order=RankOrder.MEGATRON),
     ),
     6: (
         Training("2-3-1", "1-1 1-2 1-6 3-1 3-2 2-1 2-3 1-3v", kv_heads=6),
@@ -101,15 +111,15 @@ class Pair:
     direct_elements: int
 
     def train_part(self, shape: ModelShape, rank: int) -> by_hand.Part:
-        p, t, d = (int(size) for size in self.training.sizes.split("-"))
-        pp_rank, _, tp_rank = by_hand.train_place(rank, p, t, d, self.training.order.name)
-        return by_hand.train_part(shape, pp_rank, tp_rank, p, t)
+        p, t, d, c, v = self.training.numbers
+        pp_rank, _, tp_rank = by_hand.train_place(rank, p, t, d, self.training.order.name, c)
+        return by_hand.train_part(shape, pp_rank, tp_rank, p, t, v)
 
     def gen_place(self, rank: int) -> tuple[int, int]:
-        p, t, d = (int(size) for size in self.training.sizes.split("-"))
+        p, t, d, c, _ = self.training.numbers
         is_vanilla = self.grouping is Grouping.VANILLA
         order = self.training.order.name
-        return by_hand.gen_place(rank, p, t, d, order, self.gen.pp_size, self.gen.tp_size, is_vanilla)
+        return by_hand.gen_place(rank, p, t, d, order, self.gen.pp_size, self.gen.tp_size, is_vanilla, c)
 
     def gen_part(self, shape: ModelShape, rank: int) -> by_hand.Part:
         p = self.training.grid.sizes.pp_size

@@ -44,7 +44,7 @@ NORM = "decoder.layers.0.input_layernorm.weight"
 @contextlib.contextmanager
 def other_data(trainer: MegatronTrainer, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """While open, the parameter's data is `change(its data)`."""
-    parameter = trainer._module.get_parameter(NORM)
+    parameter = trainer._chunks[0].get_parameter(NORM)
     data = parameter.data
     parameter.data = change(data)
     try:
@@ -56,8 +56,8 @@ def other_data(trainer: MegatronTrainer, change: Callable[[torch.Tensor], torch.
 @contextlib.contextmanager
 def other_parameter(trainer: MegatronTrainer, is_gone: bool = False) -> Iterator[None]:
     """While open, the module has another parameter with equal data, or no parameter if `is_gone`."""
-    module = trainer._module.get_submodule(NORM.removesuffix(".weight"))
-    parameter = trainer._module.get_parameter(NORM)
+    module = trainer._chunks[0].get_submodule(NORM.removesuffix(".weight"))
+    parameter = trainer._chunks[0].get_parameter(NORM)
     module.register_parameter("weight", None if is_gone else torch.nn.Parameter(parameter.detach().clone()))
     try:
         yield

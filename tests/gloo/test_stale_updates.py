@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from hybridengine.config import RunConfig
-from hybridengine.config.role_sections import ActorSection
+from hybridengine.config.role_sections import ActorSection, CriticSection
 from hybridengine.config.sections import StalenessSection
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.errors import StalenessError
@@ -58,6 +58,7 @@ def worker(kind: type[TrainedWorker], role: str) -> Any:
         algorithm=Grpo(),
         staleness=StalenessSection(max_versions=MAX_VERSIONS),
         actor=ActorSection(entropy_coef=0.0),
+        critic=CriticSection(value_clip=0.0),
     )
     found: Any = object.__new__(kind)
     found.context = SimpleNamespace(role=role)
@@ -104,15 +105,12 @@ def test_the_actor_trains_fresh_tokens_and_counts_no_others() -> None:
 
 
 def test_the_critic_trains_fresh_tokens_and_counts_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "workers.critic.response_values", lambda output, columns: output[:, None] + columns["values"]
-    )
+    monkeypatch.setattr("workers.critic.response_values", lambda output: output[:, None].expand(-1, WIDTH))
     critic, rows = worker(CriticWorker, "critic"), batch()
     critic.update(rows, VERSION)
     ((_, total, count),) = critic.trainer.steps[0]
     assert count == len(PLACES)
-    errors = [float(rows["values"][place] - rows["returns"][place]) for place in PLACES]
-    assert total == pytest.approx(sum(0.5 * error**2 for error in errors))
+    assert total == pytest.approx(sum(0.5 * float(rows["returns"][place]) ** 2 for place in PLACES))
 
 
 def call(role: str, rows: TensorDict, version: int | None) -> Trainer:
@@ -131,9 +129,7 @@ def call(role: str, rows: TensorDict, version: int | None) -> Trainer:
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_an_update_refuses_tokens_that_are_not_masked(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "workers.critic.response_values", lambda output, columns: output[:, None] + columns["values"]
-    )
+    monkeypatch.setattr("workers.critic.response_values", lambda output: output[:, None].expand(-1, WIDTH))
     assert call(role, batch(), VERSION).steps
     assert call(role, batch().exclude("versions"), None).steps
     with pytest.raises(

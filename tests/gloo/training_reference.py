@@ -21,6 +21,7 @@ MICRO_BATCHES = {
     1: [[[0, 1, 2], [3], [4, 5], [6, 7]]],
     2: [[[0, 1, 2], [3]], [[4], [5, 6], [7]]],
     4: [[[0, 1, 2]], [[3], [4]], [[5], [6]], [[7]]],
+    8: [[[row]] for row in range(8)],
 }
 """Data-parallel size -> rank -> rows of each micro-batch: unequal rows, and unequal numbers of micro-batches."""
 

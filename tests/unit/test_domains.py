@@ -18,7 +18,7 @@ from hybridengine.topology.sizes import MODEL_AXES, GenSizes, TrainSizes
 from tests.unit.numpy_shards import small_shape
 from tests.unit.plan_cases import CASES, GENERAL, Case
 from tests.unit.test_generation_grids import all_grids
-from tests.unit.test_topology import ContextSizes, ExpertSizes
+from tests.unit.test_topology import ExpertSizes
 
 SHAPE = small_shape()
 SIDE = 720720
@@ -116,7 +116,7 @@ def test_replicated_norms_and_tied_embeddings_connect_nothing_further(case: Case
 
 
 def test_a_further_axis_that_repeats_the_model_makes_more_replicas() -> None:
-    grid = GenerationGrid(Grid(ContextSizes(1, 2, 2, cp_size=2)), GenSizes(1, 1))
+    grid = GenerationGrid(Grid(TrainSizes(1, 2, 2, cp_size=2)), GenSizes(1, 1))
     assert plane_domains(grid) == grid.train.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
 
 
@@ -166,7 +166,7 @@ def test_experts_that_cut_the_same_ranks_anew(
 ) -> None:
     (t, d), (etp, e), (t_g, are_whole) = dense, cut, engine
     grid = Grid(TrainSizes(1, t, d))
-    source = with_experts(grid, Grid(ExpertSizes(1, etp, t * d // (etp * e), e)))
+    source = with_experts(grid, Grid(ExpertSizes(1, etp, t * d // (etp * e), ep_size=e)))
     held = {}
     for rank in range(t * d):
         tp = rank % t_g

@@ -256,7 +256,7 @@ def refuse(planned: Plan, *arguments: str, **settings: Any) -> str:
 
 def test_a_cluster_that_is_too_small(planned: Plan) -> None:
     """The message names the model that does not fit, the amount that is missing, and the remedies."""
-    large = "model.hf_config=codellama-34b"
+    large = "model.hf_config=llama2-70b"
     text = refuse(planned, large, "--nodes", "1")
     for part in (
         "nothing fits on 8 devices of A100-80GB",
@@ -279,7 +279,7 @@ def test_models_that_fit_only_by_themselves(planned: Plan) -> None:
 
 def test_settings_that_would_do(planned: Plan) -> None:
     """With these settings, the same command finds a plan."""
-    kept = ("--nodes", "1", "actor.recompute=none", "critic.recompute=none", "actor.micro_batch_tokens=12288")
+    kept = ("--nodes", "1", "actor.recompute=none", "critic.recompute=none", "actor.micro_batch_tokens=24576")
     code, out, err = planned(*kept, config="configs/hybridflow-ppo.yaml")
     assert code == 2 and out == ""
     settings = re.findall(r"\w+\.(?:offload|recompute)=\w+", " ".join(err.split()))

@@ -78,7 +78,7 @@ def plain_cluster(**compute: object) -> Cluster:
 def test_holdings_are_those_of_the_layouts(shape: ModelShape, p: int, t: int) -> None:
     grid = Grid(TrainSizes(p, t, 2))
     shards = megatron_layout(shape, grid).shards.values()
-    held = training_holding(shape, p, t)
+    held = training_holding(shape, TrainSizes(p, t, 1))
     assert held.num_elements == max(shard.num_elements for shard in shards)
     assert held.num_parameters == max(len(shard.parameters) for shard in shards)
     memory = model_memory(shape, grid.sizes, "bfloat16")
@@ -115,7 +115,7 @@ def test_a_pipeline_has_bubbles_and_its_slowest_stage_sets_the_pace(p: int, coun
     assert passes.forward(micro).work_s == pytest.approx(count * (slot + messages))
     both = passes.update(micro, num_steps=5, num_passes=2)
     assert both.path_s == pytest.approx(10 * (count + p - 1) * 3 * slot, rel=0.05)
-    recomputed = passes.update(micro, num_steps=1, recompute=True)
+    recomputed = passes.update(micro, num_steps=1, recompute="full")
     assert recomputed.path_s == pytest.approx((count + p - 1) * 4 * slot, rel=0.05)
 
 
@@ -152,7 +152,7 @@ def test_tensor_shards_divide_the_arithmetic_and_pay_for_all_reduces() -> None:
 def test_replicas_exchange_gradients_in_float32_and_weights_in_their_own_type() -> None:
     micro = MicroBatches(1, 1.0, 1.0, 1.0)
     cluster = plain_cluster(flops_per_s={"bfloat16": 1e18}, overlap=0.25)
-    held = training_holding(SHAPE, 1, 1).num_elements
+    held = training_holding(SHAPE, TrainSizes(1, 1, 1)).num_elements
     for d in (1, 4):
         found = ModelPasses(SHAPE, TrainSizes(1, 1, d), "bfloat16", cluster).update(micro, 1)
         own = held * (30 / d + 8) / 1e9
@@ -160,7 +160,9 @@ def test_replicas_exchange_gradients_in_float32_and_weights_in_their_own_type() 
         assert found.path_s == found.work_s == pytest.approx(own + exchanged, rel=1e-4)
     costly = plain_cluster(flops_per_s={"bfloat16": 1e18}, overlap=0.25, exchange_s=0.5)
     beside = ModelPasses(SHAPE, TrainSizes(1, 1, 4), "bfloat16", costly).update(micro, 1)
-    assert beside.path_s - found.path_s == pytest.approx(0.5 * training_holding(SHAPE, 1, 1).num_parameters)
+    assert beside.path_s - found.path_s == pytest.approx(
+        0.5 * training_holding(SHAPE, TrainSizes(1, 1, 1)).num_parameters
+    )
 
 
 def test_devices_that_are_cores_share_their_work() -> None:
@@ -197,7 +199,7 @@ def test_micro_batches_of_equal_rows_are_as_few_as_fit(
 
 
 @pytest.mark.parametrize("max_tokens", [120, 333, 1000, 10**6])
-def test_micro_batches_are_those_of_a_run_padding_included(max_tokens: int) -> None:
+def test_micro_batches_are_those_of_a_run(max_tokens: int) -> None:
     """Compared with the division of a real batch with the same lengths."""
     lengths = Lengths.of("uniform:1-100", 100)
     responses = torch.tensor(lengths.spread(200))[torch.randperm(200)]
@@ -211,11 +213,11 @@ def test_micro_batches_are_those_of_a_run_padding_included(max_tokens: int) -> N
     )
     cut = [part.columns for part in cut_rows(batch, max_tokens)]
     micro = MicroBatches.of(200, 20.0, lengths, max_tokens)
-    tokens = [part["tokens"].numel() for part in cut]
-    assert (micro.count, micro.tokens) == (len(cut), pytest.approx(sum(tokens) / len(cut)))
-    assert micro.response_tokens * len(cut) == pytest.approx(sum(part["mask"].numel() for part in cut))
-    squares = sum(count * part["tokens"].size(1) for count, part in zip(tokens, cut, strict=True))
-    assert micro.length == pytest.approx(squares / sum(tokens))
+    lengths_of = [part["lengths"] for part in cut]
+    tokens = sum(int(part.sum()) for part in lengths_of)
+    assert (micro.count, micro.tokens) == (len(cut), pytest.approx(tokens / len(cut)))
+    assert micro.response_tokens * len(cut) == pytest.approx(sum(int(part["mask"].sum()) for part in cut))
+    assert micro.length == pytest.approx(sum(int((part**2).sum()) for part in lengths_of) / tokens)
 
 
 @given(st.floats(1e-6, 1e3), st.floats(1e-6, 1e3), st.sampled_from([1.0, 3.0, 8.0]))
@@ -300,20 +302,39 @@ def test_the_cache_limits_how_many_run() -> None:
 def test_activations_of_a_layer_are_those_of_its_tensors() -> None:
     """Inputs of norms and matrices, queries and keys before and after rotation, attention, gate, up and their product."""
     micro = MicroBatches(8, 100.0, 40.0, 50.0)
-    tensors = 4 * 256 + (2 * 256 + 2 * 128 + 256 + 3 * 512) / 2
+    tensors = (4 * 256 + 2 * 256 + 2 * 128 + 256 + 3 * 512) / 2
     sizes = TrainSizes(3, 2, 1)
     logits, gradient = 4 * 40 * 1000 / 2, (4 + 2) * 256 * 1000 / 2
     at_last = 3 * logits + gradient
     first, last = 3 * 2 * tensors * 100 * 2, 2 * tensors * 100 * 2 + at_last
     assert activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=True) == int(max(first, last))
-    recomputed = (3 * 2 * 256 + tensors) * 100 * 2
-    found = activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=True, recompute=True)
-    assert found == int(max(recomputed, (2 * 256 + tensors) * 100 * 2 + at_last))
+    recomputed = (3 * 2 * 256 / 2 + tensors) * 100 * 2
+    found = activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=True, recompute="full")
+    assert found == int(max(recomputed, (2 * 256 / 2 + tensors) * 100 * 2 + at_last))
+    selective = activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=True, recompute="selective")
+    without_mlp, mlp = tensors - 3 * 512 / 2, 3 * 512 / 2
+    kept = (2 * without_mlp + mlp) * 100 * 2 + at_last
+    assert selective == int(max((3 * 2 * without_mlp + mlp) * 100 * 2, kept))
     forward = activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=False)
     assert forward == int(tensors * 100 * 2 + 2 * logits)
     many = MicroBatches(1, 100.0, 1e6, 50.0)
     forward = activation_bytes(SHAPE, sizes, "bfloat16", many, trains=False)
     assert forward == int(tensors * 100 * 2 + 2 * 4 * BLOCK_ENTRIES)
+
+
+def test_activations_with_context_ranks_and_virtual_stages() -> None:
+    """Of 3 stages with 2 layers each, the first keeps 6 layers of activations, or 8 if its blocks have a layer each."""
+    micro = MicroBatches(8, 100.0, 0.0, 50.0)
+    one = 4 * 256 + 2 * 256 + 2 * 128 + 256 + 3 * 512
+    for sizes, num_layers, tokens in (
+        (TrainSizes(3, 1, 1), 6, 100),
+        (TrainSizes(3, 1, 1, 2), 6, 50),
+        (TrainSizes(3, 1, 1, 1, 2), 8, 100),
+    ):
+        found = activation_bytes(SHAPE.with_score_head(), sizes, "bfloat16", micro, trains=True)
+        assert found == one * num_layers * tokens * 2, sizes
+    spread = model_memory(SHAPE, TrainSizes(3, 1, 2, 4), "bfloat16")
+    assert spread.optimizer_bytes == model_memory(SHAPE, TrainSizes(3, 1, 8), "bfloat16").optimizer_bytes
 
 
 def test_engines_keep_pace_or_say_how_far_they_are_behind() -> None:
@@ -337,7 +358,7 @@ def test_the_workload_of_a_configuration() -> None:
     assert tuple(model.name for model in found.models) == ("actor", "critic", "reference")
     actor = found.model("actor")
     assert actor.shape == resolve_model("llama3-70b")
-    assert (actor.trains, actor.offloads, actor.recompute, actor.mini_batches) == (True, True, True, 8)
+    assert (actor.trains, actor.offloads, actor.recompute, actor.mini_batches) == (True, True, "full", 8)
     assert (found.model("reference").trains, found.rows_per_step) == (False, 1024)
     assert found.num_tokens == 1024 * (1024 + 512)
     update = next(call for call in found.calls if call.work is Work.UPDATE and call.role == "actor")

@@ -76,7 +76,7 @@ def test_colocating_is_best_on_few_devices(model: str, num_devices: int) -> None
     assert together.step_s < apart.step_s
 
 
-@pytest.mark.parametrize(("model", "num_devices"), [(B13, 96), (B13, 128), (B34, 96)])
+@pytest.mark.parametrize(("model", "num_devices"), [(B13, 96), (B13, 128), (B34, 128)])
 def test_splitting_is_best_on_many(model: str, num_devices: int) -> None:
     """The split has two halves of equal size, as in the paper."""
     together, apart = colocated_and_split(bounded(model), num_devices)

@@ -145,13 +145,6 @@ def test_rank_order_decides_whether_gathers_cross_nodes() -> None:
 
 
 @dataclass(frozen=True, order=True)
-class ContextSizes(TrainSizes):
-    """Sizes with a further axis, context parallelism."""
-
-    cp_size: int = 1
-
-
-@dataclass(frozen=True, order=True)
 class ExpertSizes(TrainSizes):
     """Sizes that divide the same ranks differently for experts; tp and dp are those of the experts."""
 
@@ -170,7 +163,7 @@ def test_an_axis_that_the_rank_order_does_not_name_is_refused() -> None:
         Grid(UnknownSizes(1, 2, 1))
 
 
-@pytest.mark.parametrize(("sizes", "axis"), [(ContextSizes, "cp"), (ExpertSizes, "ep")])
+@pytest.mark.parametrize(("sizes", "axis"), [(TrainSizes, "cp"), (ExpertSizes, "ep")])
 @pytest.mark.parametrize("order", list(RankOrder))
 def test_groups_of_any_axes_equal_those_of_megatrons_rank_generator(
     order: RankOrder, sizes: type[TrainSizes], axis: str
@@ -182,7 +175,7 @@ def test_groups_of_any_axes_equal_those_of_megatrons_rank_generator(
         if p * t * d * further <= MAX_RANKS:
             others = {"cp": 1, "ep": 1, axis: further}
             theirs = rank_generator(tp=t, dp=d, pp=p, **others, order=order.value)
-            grid = Grid(sizes(p, t, d, further), order)  # type: ignore[call-arg]
+            grid = Grid(sizes(p, t, d, **{f"{axis}_size": further}), order)
             for names in tokens:
                 expected = sorted(sorted(group) for group in theirs.get_ranks("-".join(names)))
                 assert [list(group) for group in grid.groups(*names)] == expected, (grid, names)
@@ -193,13 +186,14 @@ def test_experts_cut_the_ranks_of_a_stage_anew() -> None:
     count = 0
     for (p, t, d), c in product(sizes_up_to(MAX_RANKS), range(1, 5)):
         stage = t * c * d
-        dense = Grid(ContextSizes(p, t, d, c), RankOrder.MEGATRON)
+        dense = Grid(TrainSizes(p, t, d, c), RankOrder.MEGATRON)
         for etp, e in product(divisors(stage), repeat=2) if p * stage <= MAX_RANKS else ():
             if stage % (etp * e) == 0:
-                experts = Grid(ExpertSizes(p, etp, stage // (etp * e), e), RankOrder.MEGATRON)
+                experts = Grid(ExpertSizes(p, etp, stage // (etp * e), ep_size=e), RankOrder.MEGATRON)
                 assert experts.groups("pp") == dense.groups("pp")
                 for place, own in zip(dense.coordinates(), experts.coordinates(), strict=True):
-                    position = place["tp"] + t * (place["cp"] + c * place["dp"])
+                    cp_rank = place["cp"] if c > 1 else 0
+                    position = place["tp"] + t * (cp_rank + c * place["dp"])
                     expected = (position % etp, position // etp % e, position // (etp * e))
                     assert own.along(("tp", "ep", "dp")) == expected
                 count += 1
@@ -207,20 +201,30 @@ def test_experts_cut_the_ranks_of_a_stage_anew() -> None:
 
 
 def test_a_further_axis_is_in_sizes_and_messages() -> None:
-    sizes = ContextSizes.parse("2-2-1")
-    assert (sizes, str(sizes)) == (ContextSizes(2, 2, 1, 1), "2-2-1")
-    wide = ContextSizes(2, 2, 1, cp_size=2)
-    assert (str(wide), wide.num_ranks, wide.model_parallel_size) == ("2-2-1 cp=2", 8, 4)
+    sizes = TrainSizes.parse("2-2-1")
+    assert (sizes, str(sizes)) == (TrainSizes(2, 2, 1, 1), "2-2-1")
+    for text in ("2-2-1 c=2 v=3", "2-2-1 v=3  c=2"):
+        assert TrainSizes.parse(text) == TrainSizes(2, 2, 1, cp_size=2, virtual_stages=3)
+        assert str(TrainSizes.parse(text)) == "2-2-1 c=2 v=3"
+    wide = TrainSizes(2, 2, 1, cp_size=2)
+    assert (str(wide), wide.num_ranks, wide.model_parallel_size) == ("2-2-1 c=2", 8, 4)
     grid = Grid(wide)
     assert [str(grid.coordinate(rank)) for rank in (2, 4)] == ["pp=0 dp=0 cp=1 tp=0", "pp=1 dp=0 cp=0 tp=0"]
-    with pytest.raises(TopologyError, match=r"^rank 8 is outside of 2-2-1 cp=2, which has ranks 0 to 7$"):
+    with pytest.raises(TopologyError, match=r"^rank 8 is outside of 2-2-1 c=2, which has ranks 0 to 7$"):
         grid.coordinate(8)
     with pytest.raises(TopologyError, match=r"^axis 'ep' does not exist; axes are pp, dp, cp and tp$"):
         grid.groups("ep")
     with pytest.raises(TopologyError, match=r"^cp_size=0 must be a positive integer"):
-        ContextSizes(1, 1, 1, 0)
+        TrainSizes(1, 1, 1, 0)
     with pytest.raises(TopologyError, match=r"^p·t·d·c = 2097152 ranks must be at most 1048576"):
-        ContextSizes(1, 1, 2**20, 2)
+        TrainSizes(1, 1, 2**20, 2)
+    with pytest.raises(
+        TopologyError, match=r"^v=2 virtual stages need pipeline stages, and p=1; choose p of at least 2"
+    ):
+        TrainSizes.parse("1-2-1 v=2")
+    with pytest.raises(TopologyError, match=r"^virtual_stages=0 must be a positive integer"):
+        TrainSizes.parse("2-2-1 v=0")
+    assert Grid(TrainSizes(2, 2, 1, virtual_stages=4)).axes == {"tp": 2, "pp": 2, "dp": 1}
     engines = GenerationGrid(grid, GenSizes(1, 1))  # each engine repeats the ranks of one (dp, cp) replica
     assert engines.micro_dp_groups == grid.groups("pp", "tp") == ((0, 1, 4, 5), (2, 3, 6, 7))
 
@@ -256,12 +260,29 @@ def test_sizes_are_written_as_in_the_paper() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "2-2", "2-2-1-1", "2-2-", "-2-2-1", "a-2-1", "2 2 1", "2-2-1.0", "2--1"]
+    "text",
+    [
+        "",
+        "2-2",
+        "2-2-1-1",
+        "2-2-",
+        "-2-2-1",
+        "a-2-1",
+        "2 2 1",
+        "2-2-1.0",
+        "2--1",
+        "2-2-1 e=2",
+        "2-2-1 c=2 c=2",
+        "2-2-1 c",
+    ],
 )
 def test_malformed_training_sizes_name_the_form(text: str) -> None:
     with pytest.raises(TopologyError) as caught:
         TrainSizes.parse(text)
-    assert str(caught.value) == f'{text!r} is not a parallel size; write p-t-d such as "2-2-1"'
+    assert (
+        str(caught.value)
+        == f'{text!r} is not a parallel size; write p-t-d such as "2-2-1" or "2-2-1 c=2 v=2"'
+    )
 
 
 @pytest.mark.parametrize("text", ["2", "2-2-1", "2-x"])

@@ -15,6 +15,7 @@ from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizer
 from verl.workers.config.engine import EngineRouterReplayConfig, QATEngineConfig
 from verl.workers.config.model import MtpConfig
 
+from hybridengine.config.role_sections import MegatronSettings
 from hybridengine.errors import CheckpointError, ConfigError, DataError, StorageError, TopologyError
 from hybridengine.integrations.verl import settings
 from hybridengine.integrations.verl.engine import LanguageModelEngine
@@ -29,11 +30,6 @@ from tests.verl import rows
 
 ENGINE_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"expert_model_parallel_size": 2}, "expert_model_parallel_size=2 is not supported; set 1"),
-    "virtual stages": (
-        {"virtual_pipeline_model_parallel_size": 2},
-        "virtual_pipeline_model_parallel_size=2 is not supported; set None",
-    ),
-    "context": ({"context_parallel_size": 2}, "context_parallel_size=2 is not supported; set 1"),
     "dynamic context": (
         {"dynamic_context_parallel": True, "max_seqlen_per_dp_cp_rank": 8},
         "dynamic_context_parallel=True is not supported; set False",
@@ -51,7 +47,7 @@ ENGINE_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "selective": (
         {"override_transformer_config": {"recompute_granularity": "selective"}},
-        "override_transformer_config.recompute_granularity=selective is not supported; choose full or null",
+        "override_transformer_config.recompute_modules=['core_attn'] is not supported; choose [core_attn, mlp], or",
     ),
     "dropout": (
         {"override_transformer_config": {"attention_dropout": 0.1}},
@@ -165,10 +161,20 @@ def test_verls_defaults_are_supported(folder: Path):
     override = {"attn_implementation": "eager", "model_config": {}}
     settings.check_engine(engine, model_config(folder, override_config=override))
     assert settings.dtype_of(engine) == "bfloat16"
-    assert not settings.recomputes(engine)
-    assert settings.recomputes(
-        McoreEngineConfig(override_transformer_config={"recompute_granularity": "full"})
+    assert settings.megatron_settings(engine) == MegatronSettings()
+    full = McoreEngineConfig(
+        override_transformer_config={"recompute_granularity": "full"}, sequence_parallel=False
     )
+    assert settings.megatron_settings(full) == MegatronSettings(recompute="full", sequence_parallel=False)
+
+
+def test_context_ranks_and_virtual_stages_are_verls():
+    engine = McoreEngineConfig(
+        pipeline_model_parallel_size=2, context_parallel_size=2, virtual_pipeline_model_parallel_size=3
+    )
+    assert str(settings.train_grid(engine, 8).sizes) == "2-1-2 c=2 v=3"
+    with pytest.raises(ConfigError, match="6 ranks are not a multiple of pipeline_model_parallel_size=2 x"):
+        settings.train_grid(engine, 6)
 
 
 @pytest.mark.parametrize("case", ENGINE_REFUSALS)

@@ -4,6 +4,7 @@ one DDP bucket per parameter   DistributedDataParallel splits buckets by size on
                                a parameter marked `shared_embedding` always gets its own bucket, on any stage
 uneven stages                  a stage's layers are passed as a list: the pipeline layout of 0.16 counts them for the
                                global parallel state's stage instead of the stage of the groups
+gradients reduced in groups    buckets are those of the switch, one per parameter; groups of them are reduced together
 buffers released by bucket     the contiguous parameter buffer is replaced by one tensor per bucket
 optimizer state by parameter   ranges and moments of a distributed optimizer are read from its internal structures
 one replica                    reduce-scatter and all-gather within one rank, which copy everything, are skipped
@@ -13,7 +14,7 @@ settings of one step           parameter groups hold a multiple of the weight de
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +24,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
 
+from hybridengine.backends.megatron.attention import PackedAttention, RmsNorm
 from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.families.family import NameSet
 
@@ -39,13 +40,19 @@ def stage_spec(names: NameSet, qk_norm: bool, num_layers: int) -> TransformerBlo
         layer: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
         return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)  # type: ignore[arg-type]
     layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=WrappedTorchNorm)  # type: ignore[arg-type]
+    attention: Any = layer.submodules.self_attention.submodules  # type: ignore[union-attr]
+    attention.core_attention = PackedAttention
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RmsNorm  # type: ignore[union-attr]
+    if qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RmsNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RmsNorm)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
-def one_bucket_per_parameter(module: nn.Module) -> Iterator[None]:
-    """Give every parameter of `module` its own DistributedDataParallel bucket while the context is open."""
-    marked = [parameter for parameter in module.parameters() if not hasattr(parameter, "shared_embedding")]
+def one_bucket_per_parameter(chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """Give every parameter of the modules its own DistributedDataParallel bucket while the context is open."""
+    every = (parameter for chunk in chunks for parameter in chunk.parameters())
+    marked = [parameter for parameter in every if not hasattr(parameter, "shared_embedding")]
     for parameter in marked:
         parameter.shared_embedding = True  # type: ignore[attr-defined]
     try:
@@ -55,10 +62,10 @@ def one_bucket_per_parameter(module: nn.Module) -> Iterator[None]:
             del parameter.shared_embedding  # type: ignore[attr-defined]
 
 
-def split_parameter_buffers(ddp: Any) -> dict[nn.Parameter, torch.Tensor]:
+def split_parameter_buffers(replicated: Iterable[Any]) -> dict[nn.Parameter, torch.Tensor]:
     """Give each DDP bucket its own tensor, before an optimizer views the parameters; return parameter -> tensor."""
     tensors: dict[nn.Parameter, torch.Tensor] = {}
-    for buffer in ddp.buffers:
+    for buffer in (buffer for chunk in replicated for buffer in chunk.buffers):
         for bucket in buffer.buckets:
             own = torch.zeros_like(bucket.param_data)
             for parameter in bucket.params:
@@ -72,9 +79,48 @@ def split_parameter_buffers(ddp: Any) -> dict[nn.Parameter, torch.Tensor]:
     return tensors
 
 
-def skip_exchange_with_oneself(ddp: Any) -> None:
+REDUCTION_ELEMENTS = 40_000_000
+"""Gradients that are reduced together, at least: Megatron-core's own number."""
+
+
+def group_buckets(replicated: Iterable[Any]) -> None:
+    """Reduce the gradients of consecutive buckets together, which DistributedDataParallel does with all of a module."""
+    for chunk in replicated:
+        (whole,) = chunk.bucket_groups
+        parts, count = [[]], 0
+        for bucket in whole.buckets:
+            if count >= REDUCTION_ELEMENTS:
+                parts, count = [*parts, []], 0
+            parts[-1].append(bucket)
+            count += bucket.grad_data.numel()
+        group, size = (
+            whole.intra_distributed_optimizer_instance_group,
+            whole.intra_distributed_optimizer_instance_size,
+        )
+        chunk.bucket_groups = [type(whole)(part, whole.ddp_config, group, size) for part in parts]
+        chunk.param_to_bucket_group = {
+            parameter: one for one in chunk.bucket_groups for parameter in one.params
+        }
+
+
+def start_reductions(replicated: Iterable[Any]) -> None:
+    """Start the reductions of gradients that no backward pass has started, where they are asynchronous."""
+    for group in (group for chunk in replicated for group in chunk.bucket_groups):
+        if group.ddp_config.overlap_grad_reduce and group.grad_reduce_handle is None:
+            group.start_grad_sync()
+
+
+def drop_reductions(replicated: Iterable[Any]) -> None:
+    """Wait for reductions of gradients that nobody needs any more."""
+    for group in (group for chunk in replicated for group in chunk.bucket_groups):
+        if group.grad_reduce_handle is not None:
+            group.grad_reduce_handle.wait()
+            group.grad_reduce_handle = None
+
+
+def skip_exchange_with_oneself(replicated: Iterable[Any]) -> None:
     """Skip collectives for gradients and weights that one rank holds alone, because these would copy them."""
-    for group in ddp.bucket_groups:
+    for group in (group for chunk in replicated for group in chunk.bucket_groups):
         if group.intra_distributed_optimizer_instance_size > 1:
             continue
         factors = {bucket.gradient_scaling_factor for bucket in group.buckets}
@@ -135,11 +181,11 @@ class OptimizerPart:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def optimizer_parts(optimizer: Any, module: nn.Module) -> dict[str, OptimizerPart]:
+def optimizer_parts(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, OptimizerPart]:
     """Return parameter name -> this rank's part of its optimizer state, creating it if no step has done so."""
     found = {}
     for one in plain_optimizers(optimizer):
-        for name, parameter in module.named_parameters():
+        for name, parameter in parameters.items():
             if parameter not in one.model_param_group_index_map:  # entirely owned by another rank
                 continue
             place = one._get_model_param_range_map(parameter)["param"]

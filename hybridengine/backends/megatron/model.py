@@ -15,13 +15,18 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from hybridengine.backends.megatron.compat import stage_spec
 from hybridengine.backends.megatron.shim import device, device_shim, is_needed
+from hybridengine.backends.places import Places
 from hybridengine.backends.predictions import Predictions
+from hybridengine.config.role_sections import MegatronSettings
 from hybridengine.errors import ConfigError
 from hybridengine.families.family import NameSet
 from hybridengine.families.registry import FAMILIES
@@ -29,6 +34,21 @@ from hybridengine.models.shapes import ModelShape, padded_vocab_size
 from hybridengine.topology.sizes import TrainSizes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+"""Megatron-core's settings by `MegatronSettings.recompute`."""
+
+FP8: dict[str, dict[str, Any]] = {
+    "none": {},
+    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+    "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
+}
+"""Megatron-core's settings by `MegatronSettings.fp8`; delayed scaling needs its global process groups."""
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Values fixed in megatron-core's rotary scaling, in which only `factor` can be set."""
@@ -45,55 +65,81 @@ def available_names() -> NameSet:
     return NameSet.TRANSFORMER_ENGINE
 
 
-class ScoreHead(nn.Module):
-    """Output layer of a value or reward model: scores of the last hidden state, equal on all tensor-parallel ranks."""
+class OutputHead(nn.Module):
+    """Output layer in place of Megatron-core's: of all tokens it keeps those whose outputs are wanted."""
 
-    def __init__(self, hidden_size: int, num_labels: int) -> None:
+    partial_gradients = False
+    """True if a tensor-parallel rank computes a part of the gradient, False if all compute the same."""
+
+    def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
         super().__init__()
+        self._group, self._sequence_parallel = group, sequence_parallel
+        self.wanted_N = torch.empty(0, dtype=torch.int64)
+        """Indices among this rank's tokens; set before each forward pass."""
+
+    def forward(self, hidden_S1H: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """Return the hidden states of the wanted tokens, [N, 1, H], from those of all S tokens or of this rank's part."""
+        if self._sequence_parallel:
+            hidden_S1H = gather_from_sequence_parallel_region(
+                hidden_S1H, tensor_parallel_output_grad=self.partial_gradients, group=self._group
+            )
+        return hidden_S1H[self.wanted_N], None
+
+    def outputs(self, hidden_1NH: Tensor, places: Places, model: GPTModel) -> Any:
+        """Return the outputs of [B, R] `places` from the output of `model`, whose head this is."""
+        raise NotImplementedError
+
+
+class ScoreHead(OutputHead):
+    """Output layer of a value or reward model: scores [B, R, num_labels], equal on all tensor-parallel ranks."""
+
+    def __init__(
+        self, hidden_size: int, num_labels: int, group: dist.ProcessGroup, sequence_parallel: bool
+    ) -> None:
+        super().__init__(group, sequence_parallel)
         self.weight = nn.Parameter(torch.zeros(num_labels, hidden_size, device=device()))
 
-    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """Return the scores [T, B, num_labels] in float32 of hidden states [T, B, H]."""
-        return F.linear(hidden, self.weight).float(), None
+    def outputs(self, hidden_1NH: Tensor, places: Places, model: GPTModel) -> Tensor:
+        return places.spread(F.linear(hidden_1NH.squeeze(0), self.weight).float())
 
 
-class VocabularyHead(nn.Module):
-    """Output layer of a language model: it selects positions, and leaves the logits to `Predictions`."""
+class VocabularyHead(OutputHead):
+    """Output layer of a language model, which leaves the logits to `Predictions`."""
 
-    def __init__(self, layer: ColumnParallelLinear, vocab_size: int, group: dist.ProcessGroup) -> None:
-        super().__init__()
+    partial_gradients = True
+
+    def __init__(
+        self, layer: ColumnParallelLinear, vocab_size: int, group: dist.ProcessGroup, sequence_parallel: bool
+    ) -> None:
+        super().__init__(group, sequence_parallel)
         self.weight = layer.weight
         """Rows of this rank; None if they are those of the embedding."""
-        self._vocab_size, self._group = vocab_size, group
-        self.positions_BR: Tensor | None = None
-        """Positions that are wanted; None for all."""
+        self._vocab_size = vocab_size
 
-    def forward(self, hidden_TBH: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """Return the hidden states at the wanted positions, [1, B·R, H], or all."""
-        if self.positions_BR is not None:
-            num_rows = hidden_TBH.size(1)
-            rows = torch.arange(num_rows, device=hidden_TBH.device).unsqueeze(1)
-            places = (self.positions_BR * num_rows + rows).flatten()
-            hidden_TBH = hidden_TBH.flatten(0, 1).index_select(0, places).unsqueeze(0)
-        return hidden_TBH, None
-
-    def predictions(self, output: Tensor, weight_WH: Tensor) -> Predictions:
-        """Return what a model's output, which it has transposed, predicts at the positions of its forward pass."""
-        if self.positions_BR is not None:
-            output = output.view(*self.positions_BR.shape, -1)
-        # Not in the forward pass: Megatron-core sums contiguous gradients alone, which that of a transpose is not.
-        hidden = copy_to_tensor_model_parallel_region(output, group=self._group)
-        return Predictions(hidden, weight_WH, self._vocab_size, self._group)
+    def outputs(self, hidden_1NH: Tensor, places: Places, model: GPTModel) -> Predictions:
+        hidden_NH = hidden_1NH.squeeze(0)
+        if not self._sequence_parallel:
+            # Not in the forward pass: Megatron-core sums contiguous gradients alone, which that of a transpose is not.
+            hidden_NH = copy_to_tensor_model_parallel_region(hidden_NH, group=self._group)
+        weight_WH = model.shared_embedding_or_output_weight() if self.weight is None else self.weight
+        return Predictions(hidden_NH, weight_WH, self._vocab_size, self._group, places)
 
 
 def transformer_config(
-    shape: ModelShape, sizes: TrainSizes, dtype: str, recompute: bool = False
+    shape: ModelShape, sizes: TrainSizes, dtype: str, names: NameSet, settings: MegatronSettings
 ) -> TransformerConfig:
-    on_gpu = not is_needed()
-    settings = FAMILIES[shape.family].megatron_config()
-    settings["activation_func"] = getattr(F, settings["activation_func"])
-    return TransformerConfig(
-        **settings,
+    """Return Megatron-core's configuration of a model at these sizes; ConfigError for FP8 without Transformer Engine."""
+    on_gpu, fused = not is_needed(), names is NameSet.TRANSFORMER_ENGINE
+    if settings.fp8 != "none" and not fused:
+        raise ConfigError(
+            f"fp8={settings.fp8} needs a GPU and Transformer Engine, which this process does not have; install"
+            " requirements/gpu.lock.txt on a machine with a GPU, or set fp8=none"
+        )
+    of_family = FAMILIES[shape.family].megatron_config()
+    of_family["activation_func"] = getattr(F, of_family["activation_func"])
+    config = TransformerConfig(
+        **of_family,
+        **RECOMPUTE[settings.recompute],
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_hidden_size,
@@ -102,6 +148,9 @@ def transformer_config(
         kv_channels=shape.head_dim,
         tensor_model_parallel_size=sizes.tp_size,
         pipeline_model_parallel_size=sizes.pp_size,
+        context_parallel_size=sizes.cp_size,
+        batch_p2p_comm=False,  # batched sends wait for the device, and with one peer exchange activation and gradient
+        overlap_p2p_comm=sizes.virtual_stages > 1,
         pipeline_dtype=DTYPES[dtype],
         params_dtype=DTYPES[dtype],
         bf16=dtype == "bfloat16",
@@ -109,65 +158,73 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the default rejects variable lengths, even without experts
+        sequence_parallel=settings.sequence_parallel and sizes.tp_size > 1,
         calculate_per_token_loss=True,
         perform_initialization=False,
         use_cpu_initialization=not on_gpu,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=fused,
         bias_activation_fusion=on_gpu,
         masked_softmax_fusion=on_gpu,
         persist_layer_norm=on_gpu,
         bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
+        apply_rope_fusion=fused,
+        **FP8[settings.fp8],
     )
+    if sizes.virtual_stages > 1:  # set afterwards: the configuration's own check wants stages of equal size
+        config.virtual_pipeline_model_parallel_size = sizes.virtual_stages
+    return config
 
 
-def build_model(
+def build_chunks(
     shape: ModelShape,
     sizes: TrainSizes,
     groups: ProcessGroupCollection,
     dtype: str = "float32",
     names: NameSet = NameSet.LOCAL,
-    recompute: bool = False,
-) -> GPTModel:
-    """Return this rank's part of the model, uninitialised; raises ConfigError for an unsupported rotary scaling."""
+    settings: MegatronSettings = MegatronSettings(),
+) -> list[GPTModel]:
+    """Return this rank's virtual stages of the model, or its only stage, uninitialised.
+
+    Raises ConfigError for an unsupported rotary scaling, or for FP8 where there is none.
+    """
     scaling = dict(shape.rope_scaling)
     factor = float(scaling.pop("factor", 8.0))
     if scaling and scaling != LLAMA3_ROPE:
         raise ConfigError(
             f"rope_scaling={scaling} is not supported by megatron-core; it must be {LLAMA3_ROPE}"
         )
-    stage, num_stages = groups.pp.rank(), groups.pp.size()
-    num_layers, last = len(shape.split_layers(sizes.pp_size)[stage]), stage == num_stages - 1
+    blocks = shape.split_layers(*sizes.blocks)
+    chunks = []
     with device_shim():
-        config = transformer_config(shape, sizes, dtype, recompute)
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=stage_spec(names, config.qk_layernorm, num_layers),  # type: ignore[arg-type]
-            vocab_size=padded_vocab_size(shape.vocab_size, sizes.tp_size),
-            max_sequence_length=shape.max_positions,
-            pre_process=stage == 0,
-            post_process=last,
-            parallel_output=True,
-            share_embeddings_and_output_weights=shape.tied_embeddings,
-            position_embedding_type="rope",
-            rotary_base=shape.rope_theta,  # pyright: ignore[reportArgumentType]  # any number: it is raised to powers
-            rope_scaling=bool(shape.rope_scaling),
-            rope_scaling_factor=factor,
-            pg_collection=groups,
-        )
-        _mark_sharded(model)
-        if last:
-            model.output_layer = (  # type: ignore[assignment]
-                ScoreHead(shape.hidden_size, shape.num_labels)
-                if shape.num_labels
-                else VocabularyHead(model.output_layer, shape.vocab_size, groups.tp)
+        config = transformer_config(shape, sizes, dtype, names, settings)
+        for chunk, block in enumerate(range(groups.pp.rank(), len(blocks), sizes.pp_size)):
+            last = block == len(blocks) - 1
+            model = GPTModel(
+                config=config,
+                transformer_layer_spec=stage_spec(names, config.qk_layernorm, len(blocks[block])),  # type: ignore[arg-type]
+                vocab_size=padded_vocab_size(shape.vocab_size, sizes.tp_size),
+                max_sequence_length=shape.max_positions,
+                pre_process=block == 0,
+                post_process=last,
+                parallel_output=True,
+                share_embeddings_and_output_weights=shape.tied_embeddings,
+                position_embedding_type="rope",
+                rotary_base=shape.rope_theta,  # pyright: ignore[reportArgumentType]  # any number: it is raised to powers
+                rope_scaling=bool(shape.rope_scaling),
+                rope_scaling_factor=factor,
+                pg_collection=groups,
+                vp_stage=chunk if sizes.virtual_stages > 1 else None,
             )
-        return model.to(device=device(), dtype=DTYPES[dtype])
+            _mark_sharded(model)
+            if last:
+                place = groups.tp, config.sequence_parallel
+                model.output_layer = (  # type: ignore[assignment]
+                    ScoreHead(shape.hidden_size, shape.num_labels, *place)
+                    if shape.num_labels
+                    else VocabularyHead(model.output_layer, shape.vocab_size, *place)
+                )
+            chunks.append(model.to(device=device(), dtype=DTYPES[dtype]))
+    return chunks
 
 
 def _mark_sharded(model: GPTModel) -> None:

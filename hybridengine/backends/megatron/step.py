@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,21 +15,25 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from hybridengine.backends.megatron.model import VocabularyHead
+from hybridengine.backends.megatron import compat
+from hybridengine.backends.megatron.packing import Pack, Packing
 from hybridengine.backends.megatron.shim import device, device_shim
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction
 
 
 class PipelineRunner:
-    """Runs micro-batches through a rank's and its peers' parts of `model`, which `module` may wrap."""
+    """Runs micro-batches through this rank's and its peers' virtual stages `chunks`, which `modules` may wrap."""
 
-    def __init__(self, module: torch.nn.Module, model: GPTModel, groups: ProcessGroupCollection) -> None:
-        self.module = module
+    def __init__(
+        self, modules: Sequence[torch.nn.Module], chunks: Sequence[GPTModel], groups: ProcessGroupCollection
+    ) -> None:
         self.groups = groups
-        self._model = model
-        self._config = get_model_config(module)
+        self._modules, self._chunks = list(modules), dict(zip(modules, chunks, strict=True))
+        self._config = get_model_config(chunks[0])
         self._config.finalize_model_grads_func = self._note_tokens
         self._num_tokens: Tensor | None = None
+        tp_size = groups.tp.size() if self._config.sequence_parallel else 1
+        self._packing = Packing(groups.cp, tp_size, multiple=16 if self._config.fp8 else 1)
         self._communicator = P2PCommunicator(pp_group=groups.pp, config=self._config)
 
     @property
@@ -37,7 +42,7 @@ class PipelineRunner:
 
     def forward(self, batches: Sequence[MicroBatch], output: OutputFunction) -> list[dict[str, Tensor]]:
         """Return the results of `output` for each micro-batch, in order; empty on all stages but the last."""
-        self.module.eval()
+        self._set_training(False)
 
         def collect(model_output: Any, batch: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             zero = torch.zeros((), device=device())
@@ -46,11 +51,19 @@ class PipelineRunner:
         with torch.no_grad():
             return self._run(batches, collect, forward_only=True)
 
-    def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
-        """Add the gradients of some micro-batches to those of earlier calls on this rank (`Policy`)."""
-        self.module.train()
+    def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction, last: bool) -> list[Any]:
+        """Add the gradients of some micro-batches to those of earlier calls on this rank (`Policy`).
+
+        The `last` call before `finish_gradients` may reduce them while its own backward pass goes on.
+        """
+        self._set_training(True)
+        hold: list[Any] = [module.no_sync for module in self._modules]  # type: ignore[union-attr]
+        self._config.no_sync_func = (hold if len(hold) > 1 else hold[0]) if last else None
         try:
-            return self._run(batches, loss, forward_only=False)
+            with contextlib.ExitStack() as stack:
+                for no_sync in [] if last else hold:
+                    stack.enter_context(no_sync())
+                return self._run(batches, loss, forward_only=False)
         except BaseException:  # the gradients contain a partial pass, whose tokens are not counted
             self.drop_gradients()
             raise
@@ -63,8 +76,9 @@ class PipelineRunner:
     def finish_gradients(self, summed: bool = False) -> None:
         """Reduce the gradients of all passes over replicas and stages; unless `summed`, divide them by the tokens."""
         with device_shim():
+            compat.start_reductions(self._modules)
             finalize_model_grads(
-                [self.module], None if summed else self._num_tokens, pg_collection=self.groups
+                self._modules, None if summed else self._num_tokens, pg_collection=self.groups
             )
         self._num_tokens = None
 
@@ -76,32 +90,50 @@ class PipelineRunner:
         """Count tokens in place of Megatron's hook that finishes gradients after each pass."""
         self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
 
+    def _set_training(self, mode: bool) -> None:
+        for module in self._modules:
+            module.train(mode)
+
     def _run(self, batches: Sequence[MicroBatch], loss: LossFunction, forward_only: bool) -> list[Any]:
-        def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
-            batch = next(iterator)
-            tokens = batch["tokens"]
-            positions = torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0)
-            head = self._model.output_layer if self.is_last_stage else None
-            if not isinstance(head, VocabularyHead):  # scores, or hidden states for the next stage
-                return model(tokens, positions, None), lambda output: loss(output, batch)
-            head.positions_BR = batch.get("positions")
-            # Rows are padded on the right, so the causal mask alone hides the padding.
-            output = model(tokens, positions, None)
-            weight = self._model.shared_embedding_or_output_weight() if head.weight is None else head.weight
-            return output, lambda output: loss(head.predictions(output, weight), batch)
+        def step(iterator: Iterator[Pack], module: torch.nn.Module) -> tuple[Tensor, Any]:
+            pack, chunk = next(iterator), self._chunks[module]
+            head: Any = chunk.output_layer if chunk.post_process else None
+            if head is not None:
+                head.wanted_N = pack.wanted_N
+            output = module(pack.tokens_1S, pack.offsets_1S, None, packed_seq_params=pack.params)
+
+            def loss_of(output: Tensor) -> tuple[Tensor, Tensor, Any]:
+                assert head is not None, "only the last stage computes a loss"
+                if not pack.columns:  # it only fills the schedule
+                    return output.sum() * 0.0, torch.zeros((), dtype=torch.int, device=device()), None
+                total, num_tokens, collected = loss(head.outputs(output, pack.places, chunk), pack.columns)
+                # Context-parallel ranks all compute the same loss: one counts its tokens.
+                counts = self.groups.cp.rank() == 0
+                return total, num_tokens if counts else torch.zeros_like(num_tokens), collected
+
+            return output, loss_of
 
         with device_shim():
-            run = get_forward_backward_func(pp_size=self.groups.pp.size(), vp_size=None)
-            return run(
+            num_stages, num_chunks = self.groups.pp.size(), len(self._modules)
+            packs = self._packing.packs(batches, same_size=num_stages > 1)
+            if num_chunks > 1:
+                # The interleaved schedule needs at least p micro-batches. The last one has a loss, which gives every
+                # parameter a gradient: reductions wait for them.
+                packs = [self._packing.empty_like(packs[0])] * (num_stages - len(packs)) + packs
+                uneven = len(packs) % num_stages > 0
+                self._config.microbatch_group_size_per_vp_stage = len(packs) if uneven else num_stages
+            run = get_forward_backward_func(
+                pp_size=num_stages, vp_size=num_chunks if num_chunks > 1 else None
+            )
+            results = run(
                 forward_step_func=step,
-                data_iterator=iter(
-                    [{name: tensor.to(device()) for name, tensor in batch.items()} for batch in batches]
-                ),
-                model=[self.module],
-                num_microbatches=len(batches),
-                seq_length=batches[0]["tokens"].size(1),
-                micro_batch_size=batches[0]["tokens"].size(0),
+                data_iterator=[iter(packs) for _ in self._modules],
+                model=self._modules,
+                num_microbatches=len(packs),
+                seq_length=packs[0].tokens_1S.size(1) * self.groups.cp.size(),
+                micro_batch_size=1,
                 forward_only=forward_only,
                 p2p_communicator=self._communicator,
                 pg_collection=self.groups,
             )
+            return results[len(results) - len(batches) :] if results else []

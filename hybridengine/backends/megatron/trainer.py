@@ -19,11 +19,11 @@ from torch.nn import Parameter
 
 from hybridengine.backends.megatron import compat
 from hybridengine.backends.megatron.groups import build_groups
-from hybridengine.backends.megatron.model import DTYPES, build_model
+from hybridengine.backends.megatron.model import DTYPES, build_chunks
 from hybridengine.backends.megatron.shim import device, device_shim
 from hybridengine.backends.megatron.step import PipelineRunner
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
-from hybridengine.config.role_sections import OptimizerSection
+from hybridengine.config.role_sections import MegatronSettings, OptimizerSection
 from hybridengine.errors import DataError, StorageError
 from hybridengine.families.family import NameSet
 from hybridengine.models.shapes import ModelShape
@@ -45,17 +45,23 @@ class MegatronModel:
         registry: ProcessGroups,
         dtype: str = "float32",
         names: NameSet = NameSet.LOCAL,
-        recompute: bool = False,
+        settings: MegatronSettings = MegatronSettings(),
     ) -> None:
         self.shape, self.grid, self.rank, self.dtype, self.names = shape, grid, rank, dtype, names
         self.groups: ProcessGroupCollection = build_groups(grid, registry)
         self.layout: Layout = megatron_layout(shape, grid, names)
-        self._module = build_model(shape, grid.sizes, self.groups, dtype, names, recompute)
+        self._chunks = build_chunks(shape, grid.sizes, self.groups, dtype, names, settings)
         self.weights = WeightStorage(self._parameters(), current=self._parameters)
-        self._runner = PipelineRunner(self._module, self._module, self.groups)
+        self._runner = PipelineRunner(self._chunks, self._chunks, self.groups)
 
     def _parameters(self) -> dict[str, Parameter]:
-        return dict(self._module.named_parameters())
+        """Return the parameters by their names in the layout."""
+        starts = [f"{chunk}." if len(self._chunks) > 1 else "" for chunk in range(len(self._chunks))]
+        return {
+            start + name: parameter
+            for start, chunk in zip(starts, self._chunks, strict=True)
+            for name, parameter in chunk.named_parameters()
+        }
 
     def expect_weights(self) -> None:
         """Raise StorageError if the weights have released their memory: computing with them would crash the process."""
@@ -84,33 +90,35 @@ class MegatronTrainer(MegatronModel):
         registry: ProcessGroups,
         dtype: str = "float32",
         names: NameSet = NameSet.LOCAL,
-        recompute: bool = False,
+        settings: MegatronSettings = MegatronSettings(),
     ) -> None:
         # The base gives each parameter a storage of its own: it returns to the system when Megatron's buffers replace it.
-        super().__init__(shape, grid, rank, registry, dtype, names, recompute)
+        super().__init__(shape, grid, rank, registry, dtype, names, settings)
         self._settings: tuple[OptimizerSection, int, str] | None = None
         self._optimizer: Any = None
         self.version = 0
         """Number of optimizer steps that have been applied to the weights."""
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=True
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=settings.overlap_reduction and self.groups.intra_dp_cp.size() > 1,
+            use_distributed_optimizer=True,
         )
-        with device_shim(), compat.one_bucket_per_parameter(self._module):
-            self._ddp = DistributedDataParallel(
-                self._module.config,
-                ddp_config,
-                self._module,
-                disable_bucketing=True,
-                pg_collection=self.groups,
-            )
-        compat.skip_exchange_with_oneself(self._ddp)
-        owners, by_name = compat.split_parameter_buffers(self._ddp), self._parameters()
+        with device_shim(), compat.one_bucket_per_parameter(self._chunks):
+            self._replicated: list[Any] = [
+                DistributedDataParallel(
+                    chunk.config, ddp_config, chunk, disable_bucketing=True, pg_collection=self.groups
+                )
+                for chunk in self._chunks
+            ]
+        compat.group_buckets(self._replicated)
+        compat.skip_exchange_with_oneself(self._replicated)
+        owners, by_name = compat.split_parameter_buffers(self._replicated), self._parameters()
         by_owner = {name: owners[parameter] for name, parameter in by_name.items()}
         self.weights = WeightStorage(by_name, by_owner, current=self._parameters)
-        buffers: Any = self._ddp.buffers
+        buffers: list[Any] = [buffer for chunk in self._replicated for buffer in chunk.buffers]
         self._gradients: list[Tensor] = [buffer.grad_data for buffer in buffers]
         self._gradient_bytes = [buffer.untyped_storage().nbytes() for buffer in self._gradients]
-        self._runner = PipelineRunner(self._ddp, self._module, self.groups)
+        self._runner = PipelineRunner(self._replicated, self._chunks, self.groups)
 
     def start_optimizer(
         self, settings: OptimizerSection, decay_steps: int = 1_000_000, offload: str = "none"
@@ -137,7 +145,7 @@ class MegatronTrainer(MegatronModel):
         )
         with device_shim():
             self._optimizer = get_megatron_optimizer(
-                config, [self._ddp], use_gloo_process_groups=False, pg_collection=self.groups
+                config, self._replicated, use_gloo_process_groups=False, pg_collection=self.groups
             )
             compat.fuse_steps(self._optimizer)
             self._schedule = OptimizerParamScheduler(
@@ -163,7 +171,7 @@ class MegatronTrainer(MegatronModel):
     def optimizer_parts(self) -> dict[str, compat.OptimizerPart]:
         """Return parameter name -> this rank's part of the optimizer's state, for parameters of which it has one."""
         assert self._optimizer is not None, "start_optimizer comes first"
-        return compat.optimizer_parts(self._optimizer, self._module)
+        return compat.optimizer_parts(self._optimizer, self._parameters())
 
     def counters(self) -> dict[str, int]:
         """Return the counters of optimizer and schedule, and the weights' version; the same on all ranks."""
@@ -182,15 +190,20 @@ class MegatronTrainer(MegatronModel):
 
     def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
         """Add the gradients of some micro-batches to the pending ones (`Policy`)."""
+        return self._forward_backward(batches, loss, last=False)
+
+    def _forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction, last: bool) -> list[Any]:
         self.expect_weights()
         if not batches:
             raise DataError("forward_backward was given no micro-batches; give every replica at least one")
         if self.gradient_bytes < sum(self._gradient_bytes):
             raise StorageError("the trainer has given up its gradients' memory; call enter_training first")
         if not self._runner.has_gradients:
+            compat.drop_reductions(self._replicated)  # of a pass that raised
             with device_shim():
-                self._ddp.zero_grad_buffer()
-        return self._runner.forward_backward(batches, loss)
+                for chunk in self._replicated:
+                    chunk.zero_grad_buffer()
+        return self._runner.forward_backward(batches, loss, last)
 
     def drop_gradients(self) -> None:
         """Forget the pending gradients (`Policy`)."""
@@ -231,7 +244,7 @@ class MegatronTrainer(MegatronModel):
 
     def train_step(self, batches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:
         """Take one optimizer step over the micro-batches of one pass; the result includes those of the loss function."""
-        collected = self.forward_backward(batches, loss)
+        collected = self._forward_backward(batches, loss, last=True)
         return replace(self.optimizer_step(), collected=collected)
 
     def _gradients_are_finite(self) -> bool:
@@ -270,7 +283,7 @@ class MegatronTrainer(MegatronModel):
         """Move Adam's moments, and float32 master weights that are not views of the model's weights."""
         if self._optimizer is None:
             return
-        model_storages = {p.untyped_storage()._cdata for p in self._module.parameters()}
+        model_storages = {p.untyped_storage()._cdata for p in self._parameters().values()}
         for one in compat.plain_optimizers(self._optimizer):
             for group in one.optimizer.param_groups:
                 for parameter in group["params"]:

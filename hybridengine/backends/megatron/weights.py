@@ -65,7 +65,7 @@ def save_weights(
         OutputError: writing to disk failed; raised on rank 0.
     """
     model.expect_weights()
-    world, fault = registry.of(model.grid.groups("pp", "dp", "tp")), None
+    world, fault = registry.of(model.grid.groups(*model.grid.axes)), None
     replicas = registry.of(model.grid.groups("pp", "tp"))
     replica = group_with(0, model.grid.groups("pp", "tp"))
     if model.rank in replica:

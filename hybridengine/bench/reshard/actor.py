@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.backends.megatron.groups import build_groups
-from hybridengine.backends.megatron.model import DTYPES, available_names, build_model
+from hybridengine.backends.megatron.model import DTYPES, available_names, build_chunks
 from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.boxes import Box
 from hybridengine.reshard.layout import Layout, LocalParameter, Shard
@@ -69,7 +69,7 @@ class Actor:
         self.shape, self.grid, self.rank, self.registry, self.dtype_name = shape, grid, rank, registry, dtype
         names = available_names()
         self.groups = build_groups(grid, registry)
-        self.module = build_model(shape, grid.sizes, self.groups, dtype, names)
+        (self.module,) = build_chunks(shape, grid.sizes, self.groups, dtype, names)
         self.module.requires_grad_(False)
         self.layout: Layout = megatron_layout(shape, grid, names)
         parameters = dict(self.module.named_parameters())

@@ -114,6 +114,8 @@ class BenchSpec:
             except TopologyError as error:
                 yield f"{pair}: {error}"
                 continue
+            if pair.train.virtual_stages > 1:
+                yield f"{pair}: methods are compared with one block of layers per stage; leave v out"
             if (num_ranks := pair.train.num_ranks) % self.num_nodes:
                 yield (
                     f"{pair}: --nodes {self.num_nodes} does not divide its {num_ranks} ranks, and nodes have equally"

@@ -85,7 +85,7 @@ class LanguageModelEngine(BaseEngine):
             self.registry,
             dtype=self.dtype,
             names=available_names(),
-            recompute=settings.recomputes(self.engine_config),
+            settings=settings.megatron_settings(self.engine_config),
         )
         load_weights(self.model, self.folder)
         if isinstance(self.model, MegatronTrainer):
@@ -135,7 +135,7 @@ class LanguageModelEngine(BaseEngine):
 
     def is_mp_src_rank_with_outputs(self) -> bool:
         place, sizes = self.grid.coordinate(self.rank), self.grid.sizes
-        return place.tp_rank == 0 and place.pp_rank == sizes.pp_size - 1
+        return place.tp_rank == self._built.groups.cp.rank() == 0 and place.pp_rank == sizes.pp_size - 1
 
     # ---- Passes and steps -------------------------------------------------------------------------------------------
 
@@ -166,7 +166,11 @@ class LanguageModelEngine(BaseEngine):
             return loss / replicas, torch.ones((), dtype=torch.int, device=device()), told
 
         batches = [
-            {"tokens": part["input_ids"].to_padded_tensor(0), "number": torch.tensor(number)}
+            {
+                "tokens": part["input_ids"].to_padded_tensor(0),
+                "lengths": part["input_ids"].offsets().diff(),
+                "number": torch.tensor(number),
+            }
             for number, part in enumerate(parts)
         ]
         if forward_only:

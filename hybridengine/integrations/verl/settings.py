@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hybridengine.backends.vllm.construction import EngineSettings
-from hybridengine.config.role_sections import OptimizerSection
+from hybridengine.config.role_sections import MegatronSettings, OptimizerSection
 from hybridengine.errors import ConfigError, raise_all
 from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.generation import GenerationGrid
@@ -18,8 +18,6 @@ from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 _OFF: dict[str, Any] = {
     "expert_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "context_parallel_size": 1,
     "dynamic_context_parallel": False,
     "param_offload": False,
     "use_dist_checkpointing": False,
@@ -81,8 +79,12 @@ def _engine_problems(engine: Any, model: Any) -> Iterator[str]:
     yield from _unknown(
         "megatron.override_mcore_model_config", engine.override_mcore_model_config, ("dtype",)
     )
-    if transformer.get("recompute_granularity") == "selective":
-        yield "megatron.override_transformer_config.recompute_granularity=selective is not supported; choose full or null"
+    modules = transformer.get("recompute_modules") or ["core_attn"]
+    if transformer.get("recompute_granularity") == "selective" and set(modules) != {"core_attn", "mlp"}:
+        yield (
+            f"megatron.override_transformer_config.recompute_modules={list(modules)} is not supported; choose"
+            " [core_attn, mlp], or recompute_granularity=full"
+        )
     if model.lora_rank or model.lora.get("rank"):
         yield "model.lora_rank is not supported; set 0, which trains all weights"
     overridden = [name for name, value in model.override_config.items() if value or name != "model_config"]
@@ -120,21 +122,24 @@ def dtype_of(engine: Any) -> str:
     return engine.override_mcore_model_config.get("dtype", engine.dtype)
 
 
-def recomputes(engine: Any) -> bool:
-    """Return True if activations are recomputed in the backward pass."""
-    return engine.override_transformer_config.get("recompute_granularity") == "full"
+def megatron_settings(engine: Any) -> MegatronSettings:
+    """Return the features of Megatron-core that are in use."""
+    recompute = engine.override_transformer_config.get("recompute_granularity") or "none"
+    return MegatronSettings(recompute=recompute, sequence_parallel=engine.sequence_parallel)
 
 
 def train_grid(engine: Any, world_size: int) -> Grid:
-    """Return the grid of all ranks: verl names p and t, and d follows from their number."""
-    stages, shards = engine.pipeline_model_parallel_size, engine.tensor_model_parallel_size
-    replicas, rest = divmod(world_size, stages * shards)
+    """Return the grid of all ranks: verl names p, t, c and v, and d follows from their number."""
+    names = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
+    stages, shards, contexts = (getattr(engine, name) for name in names)
+    replicas, rest = divmod(world_size, stages * shards * contexts)
     if rest or not replicas:
+        given = " x ".join(f"{name}={getattr(engine, name)}" for name in names)
         raise ConfigError(
-            f"{world_size} ranks are not a multiple of pipeline_model_parallel_size={stages} x"
-            f" tensor_model_parallel_size={shards}; choose sizes whose product divides the number of ranks"
+            f"{world_size} ranks are not a multiple of {given}; choose sizes whose product divides the number of ranks"
         )
-    return Grid(TrainSizes(stages, shards, replicas))
+    virtual_stages = engine.virtual_pipeline_model_parallel_size or 1
+    return Grid(TrainSizes(stages, shards, replicas, contexts, virtual_stages))
 
 
 def optimizer_of(config: Any) -> tuple[OptimizerSection, int]:

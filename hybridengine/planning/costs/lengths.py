@@ -165,7 +165,7 @@ def _read(path: str) -> list[int]:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """Micro-batches of one replica, including padding to the longest row of each."""
+    """Micro-batches of packed rows of one replica."""
 
     count: int
     tokens: float
@@ -184,16 +184,13 @@ class MicroBatches:
         prompt, responses = round(prompt_tokens), lengths.spread(num_rows)
         # Lengths within a group differ as much as any others.
         responses = responses[np.argsort(np.arange(num_rows) * GOLDEN % 1.0)] if unit > 1 else responses
-        longest = np.resize(responses, -(-num_rows // unit) * unit).reshape(-1, unit).max(axis=1)
-        runs = balance_rows(
-            ((prompt + longest) * unit).tolist(), max(max_tokens, (prompt + longest.max()) * unit)
-        )
-        rows = np.array([len(run) * unit for run in runs], dtype=np.float64)
-        padded = np.array([longest[run].max() for run in runs], dtype=np.float64)
-        tokens = rows * (prompt + padded)
+        totals = np.resize(prompt + responses, -(-num_rows // unit) * unit)
+        units = totals.reshape(-1, unit).sum(axis=1)
+        runs = balance_rows(units.tolist(), max(max_tokens, int(units.max())))
+        whole = float(totals.sum())
         return cls(
             len(runs),
-            float(tokens.mean()),
-            float((rows * padded).mean()),
-            float((tokens * (prompt + padded)).sum() / tokens.sum()),
+            whole / len(runs),
+            (whole - prompt * len(totals)) / len(runs),
+            float((totals.astype(np.float64) ** 2).sum()) / whole,
         )

@@ -39,10 +39,10 @@ class Holding:
 
 
 @lru_cache(maxsize=4096)
-def training_holding(shape: ModelShape, pp_size: int, tp_size: int) -> Holding:
-    """Return the parameters that a rank trains at (p, t); t divides evenly, so that the ranks of a stage are equal."""
+def training_holding(shape: ModelShape, sizes: TrainSizes) -> Holding:
+    """Return the parameters that a rank trains; t divides evenly, so that the ranks of a stage are equal."""
     return _most(
-        megatron_shard(shape, stage, pp_size, 0, tp_size, NameSet.LOCAL) for stage in _busy_stages(pp_size)
+        megatron_shard(shape, sizes, stage, 0, NameSet.LOCAL) for stage in _busy_stages(sizes.pp_size)
     )
 
 
@@ -83,7 +83,7 @@ class ModelMemory:
     gradients_bytes: int
     """Float32 gradients, released during generation."""
     optimizer_bytes: int
-    """Moments, and float32 master weights if the weights are not float32; sharded over d."""
+    """Moments, and float32 master weights if the weights are not float32; sharded over d·c."""
 
     def states(self, *, is_actor: bool, offloads: bool, infer: int = 0, update: int = 0) -> StateBytes:
         """Return the bytes by activity, given the bytes of activations of forward passes and of updates."""
@@ -94,12 +94,12 @@ class ModelMemory:
 
 
 def model_memory(shape: ModelShape, sizes: TrainSizes, dtype: str, *, trains: bool = True) -> ModelMemory:
-    """Return the memory of `shape` at (p, t, d) with the distributed optimizer; only weights if it does not train."""
-    num_elements = training_holding(shape, sizes.pp_size, sizes.tp_size).num_elements
+    """Return the memory of `shape` with the distributed optimizer; only weights if it does not train."""
+    num_elements = training_holding(shape, sizes).num_elements
     weights_bytes = num_elements * DTYPE_BYTES[dtype]
     if not trains:
         return ModelMemory(weights_bytes, 0, 0)
-    optimizer_bytes = -(-num_elements * optimizer_weight_bytes(dtype) // sizes.dp_size)
+    optimizer_bytes = -(-num_elements * optimizer_weight_bytes(dtype) // (sizes.dp_size * sizes.cp_size))
     return ModelMemory(weights_bytes, num_elements * GRADIENT_BYTES, optimizer_bytes)
 
 
@@ -123,11 +123,11 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 
 def layer_activations(shape: ModelShape, tp_size: int) -> float:
-    """Return the elements per token that a layer keeps for its backward pass, without attention scores."""
+    """Return the elements per token that a layer keeps on a rank for its backward pass; all are sharded over t."""
     hidden = 4 * shape.hidden_size  # inputs of both norms, of the query projection and of the MLP
     attention = 2 * shape.q_size + 2 * shape.kv_size + shape.q_size  # before and after rotation; output
     mlp = 3 * shape.ffn_hidden_size  # gate, up, and their product
-    return hidden + (attention + mlp) / tp_size
+    return (hidden + attention + mlp) / tp_size
 
 
 def activation_bytes(
@@ -137,25 +137,36 @@ def activation_bytes(
     micro: MicroBatches,
     *,
     trains: bool,
-    recompute: bool = False,
+    recompute: str = "none",
 ) -> int:
-    """Return the most bytes of activations that a pass keeps on a rank; `recompute` keeps only the input of each layer.
+    """Return the most bytes of activations that a pass keeps on a rank; `recompute` is that of `MegatronSettings`.
 
     The fullest stage is the first, with the most micro-batches in flight, or the last, with blocks of logits.
     """
-    element = DTYPE_BYTES[dtype]
-    layers = len(shape.split_layers(sizes.pp_size)[0])
+    element, tokens = DTYPE_BYTES[dtype], micro.tokens / sizes.cp_size
+    p, v = sizes.pp_size, sizes.virtual_stages
+    layers = len(shape.split_layers(*sizes.blocks)[0])
     one_layer = layer_activations(shape, sizes.tp_size)
     if not trains:
         first = last = one_layer
     else:
         # Recomputation needs one layer of one micro-batch at a time.
-        kept, again = (shape.hidden_size * layers, one_layer) if recompute else (one_layer * layers, 0.0)
-        first, last = kept * min(sizes.pp_size, micro.count) + again, kept + again
+        hidden = shape.hidden_size / sizes.tp_size
+        mlp = 3 * shape.ffn_hidden_size / sizes.tp_size
+        each, again = {
+            "none": (one_layer, 0.0),
+            "selective": (one_layer - mlp, mlp),
+            "full": (hidden, one_layer),
+        }[recompute]
+        kept = each * layers
+        # Passes of a block of layers before the first backward pass: p, or those of the interleaved schedule.
+        first_passes, last_passes = (p, 1) if v == 1 else (3 * p - 1 + (v - 2) * p, 1 + (v - 1) * p)
+        most = micro.count * v
+        first, last = kept * min(first_passes, most) + again, kept * min(last_passes, most) + again
     logits = 0.0
     if not shape.num_labels:
         copies, width = LOGIT_COPIES if trains else LOGIT_COPIES - 1, shape.vocab_size / sizes.tp_size
-        logits = copies * 4 * min(LOGIT_BLOCK, micro.response_tokens * width)
+        logits = copies * 4 * min(LOGIT_BLOCK, micro.response_tokens / sizes.cp_size * width)
         if trains:  # the weight's gradient, summed over blocks in float32
             logits += (4 + element) * width * shape.hidden_size
-    return int(max(first * element * micro.tokens, last * element * micro.tokens + logits))
+    return int(max(first * element * tokens, last * element * tokens + logits))

@@ -77,53 +77,69 @@ class ModelPasses:
 
     def forward(self, micro: MicroBatches) -> PassSeconds:
         """Return the seconds of a forward pass over all micro-batches."""
-        return self._pipeline(micro, passes=1)
+        return self._pipeline(micro, passes=1.0, num_all_reduces=2)
 
     def update(
-        self, micro: MicroBatches, num_steps: int, *, recompute: bool = False, num_passes: int = 1
+        self, micro: MicroBatches, num_steps: int, *, recompute: str = "none", num_passes: int = 1
     ) -> PassSeconds:
         """Return the seconds of `num_passes` over the rows, each of `num_steps` optimizer steps over `micro`."""
-        one, step_s = self._pipeline(micro, passes=4 if recompute else 3), self._optimizer_step_s()
+        mlp = 3 * self.shape.hidden_size * self.shape.ffn_hidden_size / layer_weights(self.shape)
+        passes, num_all_reduces = {"none": (3.0, 4), "selective": (3.0 + mlp, 5), "full": (4.0, 6)}[recompute]
+        one, step_s = self._pipeline(micro, passes, num_all_reduces), self._optimizer_step_s()
         times = num_steps * num_passes
         return PassSeconds((one.path_s + step_s) * times, (one.work_s + step_s) * times)
 
-    def _pipeline(self, micro: MicroBatches, passes: int) -> PassSeconds:
-        """Return the seconds of `passes` forward passes; a backward pass counts as two, or three with recomputation."""
+    def _pipeline(self, micro: MicroBatches, passes: float, num_all_reduces: int) -> PassSeconds:
+        """Return the seconds of `passes` forward passes, with reductions of the hidden state in each layer.
+
+        A backward pass counts as two, and what is recomputed as more.
+        """
         p, t = self.sizes.pp_size, self.sizes.tp_size
-        num_all_reduces = {1: 2, 3: 4, 4: 6}[passes]  # of the hidden state per layer
         num_sends = 1 if passes == 1 else 2  # to the next stage and back
-        layers = [len(stage) for stage in self.shape.split_layers(p)]
+        v = self.sizes.virtual_stages
+        blocks = self.shape.split_layers(*self.sizes.blocks)
+        layers = [sum(map(len, blocks[stage::p])) for stage in range(p)]
         inner = {count: self._stage(micro, count, last=False) for count in set(layers)}
         work = [*(inner[count] for count in layers[:-1]), self._stage(micro, layers[-1], last=True)]
-        fabric, hidden_bytes = Fabric(self.cluster, self.sizes.num_ranks), self._hidden_bytes(micro)
+        c, hidden_bytes = self.sizes.cp_size, self._hidden_bytes(micro)
+        fabric = Fabric(self.cluster, self.sizes.num_ranks)
+        # A reduce-scatter and an all-gather of the hidden state, of which each rank holds a part between them.
         all_reduce_s = fabric.all_reduce_s(hidden_bytes, Axis(t, 1))
-        sends_s = fabric.sends_s(hidden_bytes, Axis(p, t), num_sends)
+        sends_s = fabric.sends_s(hidden_bytes / t, Axis(p, t * c), num_sends * v)
+        kv_bytes = micro.tokens * 2 * self.shape.kv_size / t * DTYPE_BYTES[self.dtype]
+        # Keys and values, in the forward pass and where it is repeated; the backward pass scatters their gradients.
+        context_s = passes * fabric.all_gather_s(kv_bytes, Axis(c, t)) if c > 1 else 0.0
         slots = [
-            passes * own + count * num_all_reduces * all_reduce_s + sends_s
+            passes * own + count * (num_all_reduces * all_reduce_s + context_s) + sends_s
             for own, count in zip(work, layers, strict=True)
         ]
-        return PassSeconds((micro.count - 1) * max(slots) + sum(slots), micro.count * sum(slots) / p)
+        # With virtual stages the pipeline fills after a block of layers, a v-th of the stage.
+        filling_s = (sum(slots) - max(slots)) / v
+        return PassSeconds(micro.count * max(slots) + filling_s, micro.count * sum(slots) / p)
 
     def _stage(self, micro: MicroBatches, layers: int, *, last: bool) -> float:
         """Return the seconds of a forward pass of one micro-batch over a stage, without collectives."""
         compute, shape, t = compute_of(self.cluster), self.shape, self.sizes.tp_size
-        peak = compute.rate(self.dtype)
-        matmul = 2 * micro.tokens * layers * layer_weights(shape) / t
+        peak, tokens = compute.rate(self.dtype), micro.tokens / self.sizes.cp_size
+        matmul = 2 * tokens * layers * layer_weights(shape) / t
         if last and not shape.num_labels:
-            matmul += 2 * micro.response_tokens * shape.hidden_size * shape.vocab_size / t
-        arithmetic = matmul / (peak * compute.efficiency) * (1 + compute.half_tokens / max(micro.tokens, 1.0))
-        attention = 4 * micro.tokens * micro.length * shape.q_size * layers / t
+            matmul += (
+                2 * micro.response_tokens / self.sizes.cp_size * shape.hidden_size * shape.vocab_size / t
+            )
+        arithmetic = matmul / (peak * compute.efficiency) * (1 + compute.half_tokens / max(tokens, 1.0))
+        attention = 4 * tokens * micro.length * shape.q_size * layers / t
         attention_s = attention / (peak * compute.attention_efficiency)
         memory = compute.activation_passes * self._hidden_bytes(micro) * layers
         memory_s = memory / self.cluster.links.same_device.bytes_per_s
         return arithmetic + attention_s + memory_s + layers * compute.layer_s + compute.micro_batch_s
 
     def _hidden_bytes(self, micro: MicroBatches) -> float:
-        return micro.tokens * self.shape.hidden_size * DTYPE_BYTES[self.dtype]
+        """Return the bytes of this rank's hidden states of all tensor-parallel ranks."""
+        return micro.tokens / self.sizes.cp_size * self.shape.hidden_size * DTYPE_BYTES[self.dtype]
 
     def _optimizer_step_s(self) -> float:
-        compute, d = compute_of(self.cluster), self.sizes.dp_size
-        held = training_holding(self.shape, self.sizes.pp_size, self.sizes.tp_size)
+        compute, d = compute_of(self.cluster), self.sizes.dp_size * self.sizes.cp_size
+        held = training_holding(self.shape, self.sizes)
         memory = held.num_elements * (OPTIMIZER_TRAFFIC_BYTES / d + GRADIENT_TRAFFIC_BYTES)
         own = (
             memory / self.cluster.links.same_device.bytes_per_s

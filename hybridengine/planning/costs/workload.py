@@ -30,7 +30,7 @@ class PlannedModel:
     mini_batches: int = 1
     offloads: bool = False
     """True if the optimizer state is in host memory while the model does not train."""
-    recompute: bool = False
+    recompute: str = "none"
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +128,7 @@ def workload_of(config: RunConfig, lengths: Lengths, prompt_tokens: float | None
             ppo_epochs=getattr(holder.section, "ppo_epochs", 1),
             mini_batches=getattr(holder.section, "mini_batches", 1),
             offloads=getattr(holder.section, "offload", "none") == "optimizer",
-            recompute=getattr(holder.section, "recompute", "none") == "full",
+            recompute=getattr(holder.section, "recompute", "none"),
         )
         for holder in model_holders(config)
     ]

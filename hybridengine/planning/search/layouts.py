@@ -29,7 +29,7 @@ def train_problems(shape: ModelShape, sizes: TrainSizes) -> list[str]:
     """Return the reasons why Megatron cannot train `shape` at these sizes."""
     problems = shape.tp_problems(sizes.tp_size)
     try:
-        shape.split_layers(sizes.pp_size)
+        shape.split_layers(*sizes.blocks)
     except ConfigError as error:
         problems.append(str(error))
     return problems

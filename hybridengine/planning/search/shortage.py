@@ -157,10 +157,12 @@ def _with_settings(
         if model.trains and model.name in names:
             if offloads and not model.offloads:
                 settings.append(f"{model.name}.offload=optimizer")
-            if recompute and not model.recompute:
+            if recompute and model.recompute != "full":
                 settings.append(f"{model.name}.recompute=full")
             model = replace(
-                model, offloads=offloads or model.offloads, recompute=recompute or model.recompute
+                model,
+                offloads=offloads or model.offloads,
+                recompute="full" if recompute else model.recompute,
             )
         models.append(model)
     return settings, replace(workload, models=tuple(models))

@@ -1,0 +1,74 @@
+"""Megatron-core's modules without Transformer Engine: causal attention over packed rows, and a norm for all parallelisms.
+
+Shapes: S tokens of a pack, c context-parallel ranks, N heads, G key-value heads, D dimensions of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from hybridengine.backends.megatron.packing import held_tokens
+
+
+class PackedAttention(nn.Module):
+    """Causal attention over packed rows by torch's kernels; each rank has queries of its own, and all keys and values.
+
+    Megatron-core's own needs padded rows and has no context parallelism.
+    """
+
+    def __init__(self, *, pg_collection: ProcessGroupCollection, **_: Any) -> None:
+        super().__init__()
+        self._context = pg_collection.cp
+
+    def forward(
+        self,
+        query_SND: Tensor,
+        key_SGD: Tensor,
+        value_SGD: Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: PackedSeqParams,
+        **_: Any,
+    ) -> Tensor:
+        """Return the attention's output, [S / c, N·D]; inputs are those of this rank's S / c tokens."""
+        bounds, size = packed_seq_params.cu_seqlens_q, self._context.size()
+        held_S = None
+        if size > 1:
+            held = held_tokens(bounds, size)
+            held_S, order_S = held[self._context.rank()], torch.cat(held).argsort()
+            both = torch.cat([key_SGD, value_SGD], 1)
+            # Its backward pass sums the gradients of all ranks and returns those of this rank's tokens.
+            both = gather_from_sequence_parallel_region(both, group=self._context)[order_S]
+            key_SGD, value_SGD = both.chunk(2, 1)
+        outputs, begin = [], 0
+        for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            own = slice(begin, begin := begin + (stop - start) // size)
+            query, key, value = (
+                rearrange(part, "s n d -> 1 n s d")
+                for part in (query_SND[own], key_SGD[start:stop], value_SGD[start:stop])
+            )
+            mask = None
+            if held_S is not None:
+                mask = held_S[own].unsqueeze(1) >= torch.arange(start, stop, device=held_S.device)
+            output = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+            )
+            outputs.append(rearrange(output, "1 n s d -> s (n d)"))
+        return torch.cat(outputs)
+
+
+class RmsNorm(nn.RMSNorm):
+    """RMS norm whose weight's gradient is summed over tensor-parallel ranks that each have a part of the sequence."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
