@@ -20,6 +20,7 @@ from hybridengine.cli import (
     dispatch_bench,
     doctor,
     plan,
+    rehearse,
     report,
     reshard_bench,
     reshard_plan,
@@ -45,6 +46,10 @@ COMMANDS = {
     "convert": (convert, "turn a run's checkpoint into Hugging Face safetensors, or the other way round"),
     "doctor": (doctor, "examine an installation and a cluster, and print what to fix"),
     "plan": (plan, "choose placement and parallel sizes for a run on a cluster; starts nothing"),
+    "rehearse": (
+        rehearse,
+        "run one iteration on a rank without devices or peers, and count memory and messages",
+    ),
     "report": (report, "write a run's report as an HTML page"),
     "serve": (serve, "serve clients of the Tinker API, which train and sample with scripts of their own"),
     "simulate": (simulate, "simulate synchronous and asynchronous training on a cluster; starts nothing"),

@@ -1,0 +1,51 @@
+"""The planner's memory for each phase of a rehearsal, on the fullest rank of the actor's pool."""
+
+from __future__ import annotations
+
+from hybridengine.config import RunConfig, model_holders
+from hybridengine.config.sections import MAIN_POOL
+from hybridengine.planning.costs.dataflows import Work
+from hybridengine.planning.costs.lengths import Lengths
+from hybridengine.planning.costs.memory import activation_bytes, model_memory
+from hybridengine.planning.costs.workload import workload_of
+from hybridengine.training.dry_run import cost_of, phase_bytes
+
+
+def planned_peaks(config: RunConfig) -> dict[str, int]:
+    """Return phase -> peak bytes, for calls with a model on the actor's ranks; rows are as long as the run allows."""
+    limit = config.rollout.max_response_tokens
+    workload = workload_of(config, Lengths.of(f"constant:{limit}", limit))
+    sizes = {holder.name: holder.sizes for holder in model_holders(config)}
+    here = [model for model in workload.models if config.pool_of(model.role) == MAIN_POOL]
+    memory = {
+        model.name: model_memory(model.shape, sizes[model.name], workload.dtype, trains=model.trains)
+        for model in here
+    }
+    states = {
+        model.name: memory[model.name].states(is_actor=model.role == "actor", offloads=model.offloads)
+        for model in here
+    }
+    idle = sum(state.idle for state in states.values())
+    by_mode = phase_bytes(config, MAIN_POOL, cost_of(config))
+    switched = max(by_mode["generating"], by_mode["switching"])
+    found: dict[str, int] = {}
+    for call in workload.calls:
+        if call.role not in states:
+            continue
+        label, model = f"{call.role}.{call.method}", workload.model(call.role)
+        if call.work in (Work.SWITCH, Work.GENERATE):
+            found[label] = switched
+        else:
+            updates = call.work is Work.UPDATE
+            micro = workload.micro_batches(model, call, sizes[model.name].dp_size)
+            kept = activation_bytes(
+                model.shape,
+                sizes[model.name],
+                workload.dtype,
+                micro,
+                trains=updates,
+                recompute=model.recompute,
+            )
+            own = states[model.name].update - states[model.name].idle if updates else 0
+            found[label] = idle + own + kept
+    return found
