@@ -27,6 +27,7 @@ class StorageCounter:
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._on_host: set[int] = set()
+        self._makes_host_memory = False
 
     def observe(self, func: object, args: Sequence[Any], result: Any) -> None:
         """Count the storages of an operation's result."""
@@ -40,6 +41,8 @@ class StorageCounter:
         key = storage._cdata
         if key not in self._sizes:
             self._sizes[key] = 0
+            if self._makes_host_memory:
+                self._on_host.add(key)
             self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
         self._resize(key, storage.nbytes())
 
@@ -67,6 +70,15 @@ class StorageCounter:
                 self._on_host.discard(key)
                 self.live_bytes += self._sizes[key]
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Count new storages as host memory while the context is open."""
+        outer, self._makes_host_memory = self._makes_host_memory, True
+        try:
+            yield
+        finally:
+            self._makes_host_memory = outer
 
     def restart_peak(self) -> None:
         """Begin a new phase: the peak is what exists now."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from hybridengine.config import RunConfig, model_holders
+from hybridengine.config import RunConfig, model_holders, model_shape
 from hybridengine.config.sections import MAIN_POOL
+from hybridengine.planning.budget import budget_of, engine_activations
 from hybridengine.planning.costs.dataflows import Work
 from hybridengine.planning.costs.lengths import Lengths
 from hybridengine.planning.costs.memory import activation_bytes, model_memory
 from hybridengine.planning.costs.workload import workload_of
-from hybridengine.training.dry_run import cost_of, phase_bytes
+from hybridengine.training.dry_run import cost_of
 
 
 def planned_peaks(config: RunConfig) -> dict[str, int]:
@@ -26,15 +27,16 @@ def planned_peaks(config: RunConfig) -> dict[str, int]:
         for model in here
     }
     idle = sum(state.idle for state in states.values())
-    by_mode = phase_bytes(config, MAIN_POOL, cost_of(config))
-    switched = max(by_mode["generating"], by_mode["switching"])
+    phases = budget_of(config, MAIN_POOL, cost_of(config), on_gpus=False).device_bytes
+    computing = engine_activations(config, model_shape(config), config.actor.generate.tp_size)
+    switched = max(phases["switch"], phases["generation"] - computing)  # it ends with an empty cache
     found: dict[str, int] = {}
     for call in workload.calls:
         if call.role not in states:
             continue
         label, model = f"{call.role}.{call.method}", workload.model(call.role)
         if call.work in (Work.SWITCH, Work.GENERATE):
-            found[label] = switched
+            found[label] = switched if call.work is Work.SWITCH else phases["generation"]
         else:
             updates = call.work is Work.UPDATE
             micro = workload.micro_batches(model, call, sizes[model.name].dp_size)

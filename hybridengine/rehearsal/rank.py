@@ -6,18 +6,19 @@ import gc
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from hybridengine.backends.megatron import weights
 from hybridengine.backends.megatron.checkpoint import BackgroundSave
 from hybridengine.backends.megatron.groups import embedding_groups
-from hybridengine.backends.megatron.trainer import MegatronTrainer
+from hybridengine.backends.megatron.offload import HostBuffer
 from hybridengine.config import ModelHolder, RunConfig, model_holders
 from hybridengine.config.run_config import SCORERS
 from hybridengine.config.sections import MAIN_POOL
@@ -86,7 +87,7 @@ class _Rank:
             stack.enter_context(fused_kernels())
         stack.enter_context(engine_without_values(self._mode, nodes))
         stack.enter_context(replaced(weights, "SafetensorsFolder", WeightsWithoutValues))
-        stack.enter_context(self._offload_counted())
+        stack.enter_context(self._host_memory_counted())
 
     @contextmanager
     def phase(self, name: str, num_rows: int = 0, num_rehearsed: int = 0) -> Iterator[None]:
@@ -120,7 +121,7 @@ class _Rank:
             for worker in self._trained.values():
                 self._storages.move(
                     _own_state(worker.trainer),
-                    to_host=worker.trainer._offloads_optimizer and not worker.trainer.gradient_bytes,
+                    to_host=worker.trainer._offload is not None and worker.trainer._offload.is_on_host,
                 )
 
     @property
@@ -194,9 +195,9 @@ class _Rank:
         copied: list[int] = []
 
         def count(save: BackgroundSave, planner: Any) -> None:
-            planner.create_local_plan()
-            copied.append(sum(part.nbytes for _, part in planner.boxes.values()))
-            planner.boxes.clear()
+            parts = [item.tensor_data for item in planner.create_local_plan().items]
+            copied.append(sum(part.chunk.sizes.numel() * part.properties.dtype.itemsize for part in parts))
+            planner.end()
             save._outcome = True
             dist.destroy_process_group(save._own_group)
 
@@ -213,23 +214,19 @@ class _Rank:
                 self._phases[-1] = replace(last, peak_bytes=last.begin_bytes, copied_bytes=copied[-1])
 
     @contextmanager
-    def _offload_counted(self) -> Iterator[None]:
-        """Count offloaded optimizer state as host memory: where there is no device, nothing moves."""
-        leave, enter = MegatronTrainer.leave_training, MegatronTrainer.enter_training
+    def _host_memory_counted(self) -> Iterator[None]:
+        """Count what is copied to host memory there: without a device, both are the same."""
+        take, host_copy = HostBuffer.take, HostBuffer.host_copy
 
-        def left(trainer: Any) -> None:
-            leave(trainer)
-            if trainer._offloads_optimizer:
-                self._storages.move(_own_state(trainer), to_host=True)
+        def taken(buffer: HostBuffer, tensors: Sequence[Tensor]) -> list[Tensor]:
+            with self._storages.on_host():
+                return take(buffer, tensors)
 
-        def entered(trainer: Any) -> None:
-            enter(trainer)
-            if trainer._offloads_optimizer:
-                self._storages.move(_own_state(trainer), to_host=False)
+        def copied(buffer: HostBuffer, tensor: Tensor) -> Tensor:
+            with self._storages.on_host():
+                return host_copy(buffer, tensor)
 
-        with all_replaced(
-            (MegatronTrainer, "leave_training", left), (MegatronTrainer, "enter_training", entered)
-        ):
+        with all_replaced((HostBuffer, "take", taken), (HostBuffer, "host_copy", copied)):
             yield
 
     def result(self) -> RankRehearsal:

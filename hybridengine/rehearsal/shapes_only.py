@@ -99,8 +99,12 @@ class ShapesOnly(FakeTensorMode):
 
 
 def _has_values(tensor: Tensor, kwargs: Mapping[str, Any]) -> bool:
-    """Return True for a new tensor of integers, or of numbers from a generator of its own, which orders rows."""
-    return not tensor.dtype.is_floating_point or kwargs.get("generator") is not None
+    """Return True for a new tensor of integers, or of numbers from a generator of its own, which orders rows.
+
+    Tensors of bytes have no values: they are memory of other tensors.
+    """
+    is_number = not tensor.dtype.is_floating_point and tensor.dtype is not torch.uint8
+    return is_number or kwargs.get("generator") is not None
 
 
 def _is_flag(tensor: Tensor) -> bool:
