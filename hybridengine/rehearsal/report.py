@@ -19,7 +19,7 @@ NOT_REHEARSED = (
 """What a rehearsal does not exercise."""
 MOST_DIFFERENCE = 0.05
 """Share of the planned bytes from which a difference is marked."""
-LEFT_OUT = "the planner leaves out temporaries, small tensors, and the activations and buffers of the engine"
+LEFT_OUT = "the planner leaves out temporaries, small tensors, and buffers of the engine"
 
 
 def rehearsal_lines(ranks: Sequence[RankRehearsal], planned: Mapping[str, int], num_ranks: int) -> list[str]:

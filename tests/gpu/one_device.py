@@ -165,8 +165,6 @@ def make_hybrid(
     plan = compile_plan(trainer.layout, engine.layout, (0,), bucket_elements)
     transport = PointToPointTransport(registry.new(((0,),)))
     hybrid = HybridEngine(plan, 0, trainer, engine, transport, verify)
-    if not trainer.gradient_bytes:
-        trainer.enter_training()
     return hybrid, engine
 
 

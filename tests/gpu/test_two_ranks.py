@@ -61,11 +61,6 @@ def _trainer(rank: int, folder: Path, sizes: str) -> MegatronTrainer:
     return trainer
 
 
-def _enter_training(trainer: MegatronTrainer) -> None:
-    if not trainer.gradient_bytes:
-        trainer.enter_training()
-
-
 def _weights(side: PlainGeneration | MegatronTrainer) -> dict[str, Tensor]:
     return {name: side.weights[name].cpu().clone() for name in side.weights.names}
 
@@ -74,7 +69,6 @@ def switch(rank: int, folder: Path, sizes: str) -> Switched:
     """Switch to t_g = 1 and back, with weights of the checkpoint."""
     trainer = _trainer(rank, folder, sizes)
     hybrid, side = make_engine(trainer, "1-1", ProcessGroups(60.0), BUCKET_ELEMENTS, HostTransport)
-    _enter_training(trainer)
     before = _weights(trainer)
     report = hybrid.to_generate()
     generating, training_bytes = _weights(side), trainer.weights.live_bytes + trainer.gradient_bytes
@@ -148,7 +142,6 @@ def switch_until_one_dies(rank: int, folder: Path) -> Survivor:
             lambda group: StagedHostTransport(group, at_stage),
         )
         engines.append(hybrid)
-        _enter_training(trainer)
         before, gradient_bytes, error = _weights(trainer), trainer.gradient_bytes, ""
         dist.barrier()
         try:

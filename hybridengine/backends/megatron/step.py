@@ -136,4 +136,6 @@ class PipelineRunner:
                 p2p_communicator=self._communicator,
                 pg_collection=self.groups,
             )
+            for chunk in self._chunks.values():
+                chunk.set_input_tensor(None)  # otherwise it keeps the last activation that it has received
             return results[len(results) - len(batches) :] if results else []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybridengine.config.role_sections import MegatronSettings
 from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.sizes import TrainSizes
 from tests.gloo.ranks import RankLauncher
@@ -137,7 +138,9 @@ def test_trips_and_ledgers(folder: Path, run_ranks: RankLauncher):
 def test_a_rank_of_a_fake_world(run_ranks: RankLauncher):
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "architectures": ["LlamaForCausalLM"]}
     shape = ModelShape.from_hf_config({**TINY, **sizes})
-    [found] = run_ranks(1, test_large_rank.run_rank, shape, test_large_rank.SIZES, 128, 64)
+    [found] = run_ranks(
+        1, test_large_rank.run_rank, shape, test_large_rank.SIZES, 128, 64, MegatronSettings()
+    )
     test_large_rank.check(found)
     # Each rank has an eighth of the matrices, and the norms.
     norms = (2 * shape.num_layers + 1) * shape.hidden_size

@@ -114,15 +114,17 @@ RANK = test_large_rank.LargeRank(
     seconds=0.07,
     product_flops_per_s=7e14,
 )
+WHOLE = replace(RANK, activation_bytes=int(2.7 * SAVED))
 LARGE_RANK: Case = (
     test_large_rank.test_a_rank_of_70b_has_its_memory_and_speed,
     (),
-    [RANK],
+    [RANK, WHOLE],
     {
-        "optimizer not sharded": [replace(RANK, state_bytes=18 * NUM_PARAMETERS)],
-        "no sequence parallelism": [replace(RANK, activation_bytes=int(2.7 * SAVED))],
-        "slow": [replace(RANK, seconds=0.3)],
-        "no gradient": [replace(RANK, grad_norm=0.0)],
+        "optimizer not sharded": [replace(RANK, state_bytes=18 * NUM_PARAMETERS), WHOLE],
+        "no sequence parallelism": [WHOLE, WHOLE],
+        "always sequence parallelism": [RANK, RANK],
+        "slow": [replace(RANK, seconds=0.3), WHOLE],
+        "no gradient": [replace(RANK, grad_norm=0.0), WHOLE],
     },
 )
 
