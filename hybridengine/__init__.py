@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # the public names, which are read from here below
     from hybridengine.backends.vllm.environment import rank_environment
     from hybridengine.config import RunConfig, load_config
     from hybridengine.config.algorithm import Algorithm, Conflict
-    from hybridengine.config.role_sections import OptimizerSection
+    from hybridengine.config.role_sections import MegatronSettings, OptimizerSection
     from hybridengine.config.values import ImportPath
     from hybridengine.controller.pool import ResourcePool
     from hybridengine.controller.rows import Rows

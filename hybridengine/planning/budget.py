@@ -88,7 +88,7 @@ def budget_of(config: RunConfig, pool: str, cost: SwitchCost, *, on_gpus: bool) 
         phases, host = _engine_phases(config), 0
     else:
         models = pool_models(config, pool)
-        phases, host = _phases(config, pool, models, cost, graphs), _host_bytes(config, models)
+        phases, host = _phases(config, pool, models, cost), _host_bytes(config, models)
     return Budget(
         pool,
         {phase: num_bytes + fixed for phase, num_bytes in phases.items()},
@@ -118,7 +118,6 @@ def _phases(
     pool: str,
     models: list[tuple[ModelHolder, ModelMemory]],
     cost: SwitchCost,
-    graphs: bool,
 ) -> dict[str, int]:
     states = [_states(config, holder, memory) for holder, memory in models]
     idle = sum(state.idle for state in states)
@@ -130,13 +129,11 @@ def _phases(
     waiting = sum(state.generating for state in states)
     cache = config.rollout.kv_cache_bytes
     computing = engine_activations(config, model_shape(config), config.actor.generate.tp_size)
-    both = cost.train_shard_bytes_max + cost.gen_shard_bytes_max + cost.bucket_bytes_max
     return {
         "start": actor.weights_bytes + cost.gen_shard_bytes_max + cache + computing,
         "load": _load(models, states),
         "training step": training["training step"],
-        # Sleep mode takes and gives all of the engine's weights at once.
-        "switch": waiting + (max(both, cost.peak_weight_bytes_max) if graphs else cost.peak_weight_bytes_max),
+        "switch": waiting + cost.peak_weight_bytes_max,
         "generation": waiting + cost.gen_shard_bytes_max + cost.redundant_bytes_max + cache + computing,
         "save": training["save"],
     }

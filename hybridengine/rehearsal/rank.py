@@ -27,7 +27,7 @@ from hybridengine.planning.costs.dataflows import Call, Work, calls_of
 from hybridengine.rehearsal.counting import StorageCounter, TrafficCounter
 from hybridengine.rehearsal.engine import engine_without_values
 from hybridengine.rehearsal.figures import Held, Phase, RankRehearsal
-from hybridengine.rehearsal.fused_kernels import fused_kernels
+from hybridengine.rehearsal.fused_norms import fused_norms
 from hybridengine.rehearsal.replacing import all_replaced, replaced
 from hybridengine.rehearsal.shapes_only import ShapesOnly
 from hybridengine.rehearsal.stand_ins import WeightsWithoutValues, longest_rows, write_model_config
@@ -84,7 +84,7 @@ class _Rank:
         stack.enter_context(rehearsed_world(rank, nodes.num_ranks, local, self._traffic.count))
         stack.enter_context(self._storages.resizes_counted())
         if config.cluster.device != "cpu":
-            stack.enter_context(fused_kernels())
+            stack.enter_context(fused_norms())
         stack.enter_context(engine_without_values(self._mode, nodes))
         stack.enter_context(replaced(weights, "SafetensorsFolder", WeightsWithoutValues))
         stack.enter_context(self._host_memory_counted())

@@ -72,7 +72,7 @@ def _decoding_line(config: RunConfig) -> str:
         return f"decoding: eager ({why})"
     why = "rollout.cuda_graphs=true" if config.rollout.cuda_graphs else "the default on GPUs"
     where = "" if config.cluster.device == "cuda" else ", eager where ranks have no GPUs"
-    return f"decoding: CUDA graphs ({why}), with the engine's weights in sleep mode{where}"
+    return f"decoding: CUDA graphs ({why}){where}"
 
 
 def _pool_lines(config: RunConfig) -> list[str]:

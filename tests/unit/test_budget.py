@@ -76,17 +76,17 @@ def test_phases_are_sums_of_what_is_there() -> None:
     assert (
         2 * critic + 3 * critic < activations < 2 * critic + 3 * critic + 8 * GIB
     )  # an update of the critic
-    both = critic + reference + actor + engine
-    assert both < found["switch"] < both + 2 * config.actor.bucket_bytes
+    one_copy = critic + reference + max(actor, engine)
+    assert one_copy <= found["switch"] <= one_copy + 2 * config.actor.bucket_bytes
 
 
-def test_eager_engines_switch_with_less() -> None:
+def test_graphs_cost_what_they_hold_alone() -> None:
+    """With graphs, the engine's weights come and go bucket by bucket, as those of an eager engine do."""
     graphs, eager = (
         budgets(loaded(f"rollout.cuda_graphs={value}"))["main"].device_bytes for value in ("true", "false")
     )
-    shard = counted(loaded())[0]["actor"]
-    assert GRAPH_BYTES + shard / 2 < graphs["switch"] - eager["switch"] < GRAPH_BYTES + shard + GIB
-    assert graphs["generation"] - eager["generation"] == GRAPH_BYTES
+    for phase in graphs:
+        assert graphs[phase] - eager[phase] == GRAPH_BYTES, phase
 
 
 def test_a_save_counts_in_host_memory() -> None:

@@ -138,14 +138,13 @@ def test_dry_run_shows_the_papers_example(capsys: pytest.CaptureFixture[str]):
     [
         (
             ["cluster.device=cuda"],
-            "decoding: CUDA graphs (the default on GPUs), with the engine's weights in sleep mode",
+            "decoding: CUDA graphs (the default on GPUs)",
         ),
         (["cluster.device=cuda", "rollout.cuda_graphs=false"], "decoding: eager (rollout.cuda_graphs=false)"),
         (["cluster.device=cpu"], "decoding: eager (on a CPU)"),
         (
             ["cluster.device=auto", "rollout.cuda_graphs=true"],
-            "decoding: CUDA graphs (rollout.cuda_graphs=true), with the engine's weights in sleep mode, eager where ranks"
-            " have no GPUs",
+            "decoding: CUDA graphs (rollout.cuda_graphs=true), eager where ranks have no GPUs",
         ),
     ],
 )

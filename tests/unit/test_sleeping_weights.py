@@ -1,23 +1,76 @@
-"""Weights under vLLM's sleep mode, which needs a GPU: a stand-in records its calls here."""
+"""Weights at fixed addresses. Mapping physical memory needs a GPU: a stand-in for the allocator keeps account of it."""
 
 from __future__ import annotations
 
-from unittest import mock
+from collections.abc import Mapping
 
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
 from hybridengine.backends.vllm.sleeping import SleepingWeights
 
+KIB = 1024
+MEMORY = torch.zeros(8 * KIB, dtype=torch.uint8)
+PLACES = {"a": (0, KIB), "b": (KIB, 256), "c": (KIB + 256, 128), "d": (2 * KIB, 512), "e": (4 * KIB, 64)}
+"""Parameter -> place in the memory and number of bytes: b and c share a segment, and d shares one with a buffer."""
+BUFFER = 2 * KIB + 512
+SEGMENTS = (0, KIB, 2 * KIB)
+"""Places of the segments of 1 KiB; e is elsewhere."""
 
-def test_requests_are_kept_while_weights_sleep() -> None:
-    llm = mock.Mock()
-    weights = SleepingWeights({"a": torch.ones(2), "b": torch.ones(3)}, llm)
-    weights.part(["a"]).release()
-    assert weights.live_bytes == 20
-    assert llm.mock_calls == []
-    weights.part(["b"]).release()
-    assert weights.live_bytes == 0
-    weights.part(["a"]).materialise()
-    weights.part(["b"]).materialise()
-    assert weights.live_bytes == 20
-    assert llm.mock_calls == [mock.call.sleep(level=2, mode="keep"), mock.call.wake_up(tags=["weights"])]
+
+def at(place: int, num_bytes: int) -> Tensor:
+    return torch.frombuffer(MEMORY.numpy(), dtype=torch.float32, count=num_bytes // 4, offset=place)
+
+
+class Account:
+    """Stand-in for the allocator: it refuses to map or unmap a segment twice."""
+
+    def __init__(self) -> None:
+        self._first = MEMORY.data_ptr()
+        self.mapped = set(SEGMENTS)
+
+    @property
+    def bounds(self) -> Mapping[int, int]:
+        return {self._first + place: KIB for place in SEGMENTS}
+
+    def map(self, start: int) -> None:
+        assert start - self._first not in self.mapped
+        self.mapped.add(start - self._first)
+
+    def unmap(self, start: int) -> None:
+        self.mapped.remove(start - self._first)
+
+
+def new_weights() -> tuple[SleepingWeights, Account]:
+    account = Account()
+    tensors = {name: at(*place) for name, place in PLACES.items()}
+    return SleepingWeights(tensors, [at(BUFFER, 64)], account), account
+
+
+@given(st.lists(st.tuples(st.booleans(), st.sets(st.sampled_from(sorted(PLACES)))), max_size=12))
+@settings(max_examples=200, deadline=None)
+def test_a_segment_is_mapped_while_one_of_its_parameters_is_live(steps: list[tuple[bool, set[str]]]) -> None:
+    weights, account = new_weights()
+    live = set(PLACES)
+    for releases, names in steps:
+        if releases:
+            weights.release(names)
+        else:
+            weights.materialise(names)
+        live = live - names if releases else live | names
+        expected = {2 * KIB} | ({0} if "a" in live else set()) | ({KIB} if live & {"b", "c"} else set())
+        assert account.mapped == expected
+        assert weights.mapped_bytes == KIB * len(expected)
+        assert weights.live_bytes == sum(PLACES[name][1] for name in live)
+        assert {name for name in PLACES if weights.is_live(name)} == live
+
+
+def test_parameters_are_zero_where_a_plan_writes_only_a_part_of_them() -> None:
+    weights, _ = new_weights()
+    MEMORY.fill_(1)
+    weights.release(["a", "d"])
+    weights.part(["a", "d"], zero=["d"]).materialise()
+    assert not weights["d"].any()
+    assert weights["a"].all()

@@ -137,5 +137,6 @@ class PipelineRunner:
                 pg_collection=self.groups,
             )
             for chunk in self._chunks.values():
-                chunk.set_input_tensor(None)  # otherwise it keeps the last activation that it has received
+                # Otherwise it keeps the last activation that it has received.
+                chunk.set_input_tensor(None)  # pyright: ignore[reportArgumentType]
             return results[len(results) - len(batches) :] if results else []

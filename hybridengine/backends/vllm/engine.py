@@ -24,7 +24,7 @@ from hybridengine.backends.vllm.construction import (
 )
 from hybridengine.backends.vllm.groups import install_groups
 from hybridengine.backends.vllm.requests import RunningRequests
-from hybridengine.backends.vllm.sleeping import SleepingWeights
+from hybridengine.backends.vllm.sleeping import CuMemSegments, SleepingWeights
 from hybridengine.errors import DataError, StorageError
 from hybridengine.importing import nothing_collected
 from hybridengine.models.shapes import ModelShape
@@ -65,7 +65,7 @@ class VllmEngine:
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         prepare_pipeline(self._runner, generation)
         self.weights = (
-            SleepingWeights(self._parameters(), self._llm)
+            SleepingWeights(self._parameters(), self._runner.model.buffers(), CuMemSegments())
             if settings.cuda_graphs
             else WeightStorage(self._parameters(), current=self._parameters)
         )

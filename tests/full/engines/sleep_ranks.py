@@ -29,9 +29,10 @@ ASLEEP = ("discard", "sleep", "wake_up")
 
 @dataclass(frozen=True)
 class Slept:
-    """Calls of the worker's sleep mode by step, and greedy tokens before and after."""
+    """Calls of the worker's sleep mode and of the allocator by step, and greedy tokens before and after."""
 
     calls: dict[str, list[tuple[Any, ...]]]
+    num_parameters: int
     before: list[list[int]]
     after: list[list[int]]
 
@@ -44,7 +45,19 @@ def sleep_and_wake(rank: int, folder: Path) -> Slept:
     engine = VllmEngine(folder, shape, generation, EngineSettings(64, kv_cache_bytes=64 * 2**20), identity)
     engine._runner.model.load_weights(load_file(folder / "model.safetensors").items())
     engine._settings = replace(engine._settings, cuda_graphs=True)
-    engine.weights = SleepingWeights(engine._parameters(), engine._llm)
+
+    class Recorded:
+        """A segment for each parameter."""
+
+        bounds = {tensor.data_ptr(): tensor.nbytes for tensor in engine._parameters().values()}  # noqa: RUF012
+
+        def map(self, start: int) -> None:
+            calls[step].append(("map",))
+
+        def unmap(self, start: int) -> None:
+            calls[step].append(("unmap",))
+
+    engine.weights = SleepingWeights(engine._parameters(), engine._runner.model.buffers(), Recorded())
     executor = engine._engine.model_executor
     on_workers, calls = executor.collective_rpc, dict[str, list[tuple[Any, ...]]]()
 
@@ -74,4 +87,4 @@ def sleep_and_wake(rank: int, folder: Path) -> Slept:
             calls[step := f"{turn} enter"] = []
             engine.enter_generation(version=turn + 1)
             after = tokens()
-    return Slept(calls, before, after)
+    return Slept(calls, len(engine._parameters()), before, after)

@@ -16,8 +16,8 @@ def test_the_cache_is_released_before_the_weights_go_back(tmp_path: Path, run_ra
         calls = {step.partition(" ")[2]: made for step, made in slept.calls.items() if step[0] == str(turn)}
         assert calls == {
             "leave": [("discard", ("kv_cache",))],  # also after requests that have just ended
-            "release": [("sleep", 2)],
-            "materialise": [("wake_up", ["weights"])],
+            "release": [("unmap",)] * slept.num_parameters,
+            "materialise": [("map",)] * slept.num_parameters,
             "enter": [("wake_up", ["kv_cache"])],
         }
     assert slept.before == slept.after
