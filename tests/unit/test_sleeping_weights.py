@@ -16,7 +16,7 @@ MEMORY = torch.zeros(8 * KIB, dtype=torch.uint8)
 PLACES = {"a": (0, KIB), "b": (KIB, 256), "c": (KIB + 256, 128), "d": (2 * KIB, 512), "e": (4 * KIB, 64)}
 """Parameter -> place in the memory and number of bytes: b and c share a segment, and d shares one with a buffer."""
 BUFFER = 2 * KIB + 512
-SEGMENTS = (0, KIB, 2 * KIB)
+SEGMENTS: tuple[int, ...] = (0, KIB, 2 * KIB)
 """Places of the segments of 1 KiB; e is elsewhere."""
 
 
@@ -29,7 +29,7 @@ class Account:
 
     def __init__(self) -> None:
         self._first = MEMORY.data_ptr()
-        self.mapped = set(SEGMENTS)
+        self.mapped: set[int] = set(SEGMENTS)
 
     @property
     def bounds(self) -> Mapping[int, int]:
