@@ -217,6 +217,8 @@ def save_and_load(rank: int, folder: Path, saved: Path) -> tuple[bool | str, boo
     one_device.step(trainer, rows)
     before = one_device.optimizer_state(trainer)
     save = BackgroundSave(trainer, saved, {})
+    while not save.copy_more():  # the disk takes some of it first
+        time.sleep(0.01)
     one_device.step(trainer, rows)
     while (outcome := save.end(last=False)) is False:
         time.sleep(0.05)
