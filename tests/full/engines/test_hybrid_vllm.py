@@ -56,8 +56,9 @@ CASES = [
     Case("mistral", True, "2-1-1", "1-1"),
     Case("llama", False, "2-1-2", "2-1", RankOrder.MEGATRON),  # pipelines [0, 2] and [1, 3]
     Case("qwen2", True, "1-4-1", "1-2"),
+    Case("llama", True, "2-1-1 c=2 v=2", "1-1"),
 ]
-"""One for each family: gathers over both axes, one of them, and none."""
+"""One for each family, with gathers over both axes, one of them, and none; context ranks with virtual stages."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ def lived(
     # vLLM on a CPU requires a head_dim that is a multiple of 32; for some families it is hidden_size / num_heads.
     hidden_size = 256 if case.family in ("qwen2", "phi3") else 64
     sizes: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 256, "hidden_size": hidden_size}
+    if TrainSizes.parse(case.train).virtual_stages > 1:
+        sizes["num_hidden_layers"] = 4
     before = write_model(folder / "model", case.family, case.tied, **sizes)
     ranks = run_ranks(
         case.num_ranks,
