@@ -93,7 +93,7 @@ def budget_of(config: RunConfig, pool: str, cost: SwitchCost, *, on_gpus: bool) 
         pool,
         {phase: num_bytes + fixed for phase, num_bytes in phases.items()},
         HOST_BYTES + host,
-        {phase: ", ".join(_three(config, pool, phase, graphs)) for phase in phases},
+        {phase: ", ".join(_three(config, pool, phase)) for phase in phases},
     )
 
 
@@ -184,6 +184,7 @@ def _activations(config: RunConfig, holder: ModelHolder, *, trains: bool) -> int
         MicroBatches(-(-all_tokens // tokens), tokens, responses, longest),
         trains=trains,
         recompute=getattr(section, "recompute", "none"),
+        sequence_parallel=getattr(section, "sequence_parallel", True),
     )
 
 
@@ -210,12 +211,12 @@ def _host_bytes(config: RunConfig, models: list[tuple[ModelHolder, ModelMemory]]
     return offloaded + saved
 
 
-def _three(config: RunConfig, pool: str, phase: str, graphs: bool) -> list[str]:
+def _three(config: RunConfig, pool: str, phase: str) -> list[str]:
     """Return the three changes that lower a phase's bytes most directly, without those that are made already."""
-    return list(_remedies(config, pool, phase, graphs))[:3]
+    return list(_remedies(config, pool, phase))[:3]
 
 
-def _remedies(config: RunConfig, pool: str, phase: str, graphs: bool) -> Iterator[str]:
+def _remedies(config: RunConfig, pool: str, phase: str) -> Iterator[str]:
     models = [holder for holder in model_holders(config) if config.pool_of(holder.role) == pool]
     trained = [holder for holder in models if holder.role in TRAINED]
     sizes = "generation.parallel" if "generation" in config.pools[pool].roles else "actor.generate"
@@ -224,8 +225,6 @@ def _remedies(config: RunConfig, pool: str, phase: str, graphs: bool) -> Iterato
         yield f"raise t_g in {sizes}"
         yield f"lower rollout.max_num_seqs={config.rollout.max_num_seqs}"
     if phase == "switch":
-        if graphs:
-            yield "set rollout.cuda_graphs=false"
         yield f"lower actor.bucket_bytes={config.actor.bucket_bytes}"
         yield f"raise t_g in {sizes}"
     if phase == "training step":

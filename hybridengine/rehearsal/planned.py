@@ -47,6 +47,7 @@ def planned_peaks(config: RunConfig) -> dict[str, int]:
                 micro,
                 trains=updates,
                 recompute=model.recompute,
+                sequence_parallel=model.sequence_parallel,
             )
             own = states[model.name].update - states[model.name].idle if updates else 0
             found[label] = idle + own + kept

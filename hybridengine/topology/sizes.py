@@ -155,6 +155,14 @@ class TrainSizes(Sizes):
         """p·t·c: the ranks that train on the same rows."""
         return self.num_ranks // self.dp_size
 
+    def passes_per_block(self, num_micro_batches: int) -> int:
+        """Return the micro-batches that a block of layers of the interleaved schedule computes before the next one does.
+
+        They are at least p, as few as leave no rest below p: Megatron-core's rule.
+        """
+        p = self.pp_size
+        return next(size for size in range(p, num_micro_batches + 1) if not 0 < num_micro_batches % size < p)
+
     @property
     def blocks(self) -> tuple[int, str]:
         """(p·v, its name): the number of blocks of layers that the model is cut into."""

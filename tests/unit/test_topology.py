@@ -345,6 +345,14 @@ def test_coordinates_are_values_that_travel_between_processes() -> None:
         Grid(TrainSizes(2, 2, 2)).line("zz")
 
 
+def test_passes_of_a_block_are_the_fewest_that_megatron_accepts() -> None:
+    """Of M micro-batches, at least p and at most M, and a rest of none or at least p."""
+    for p in range(2, 9):
+        for count in range(p, 40):
+            accepted = [size for size in range(p, count + 1) if count % size == 0 or count % size >= p]
+            assert TrainSizes(p, 1, 1).passes_per_block(count) == min(accepted)
+
+
 def test_divisors_against_trial_division() -> None:
     for number in range(1, 500):
         assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]

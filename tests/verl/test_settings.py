@@ -166,7 +166,10 @@ def test_verls_defaults_are_supported(folder: Path):
     override = {"attn_implementation": "eager", "model_config": {}}
     settings.check_engine(engine, model_config(folder, override_config=override))
     assert settings.dtype_of(engine) == "bfloat16"
-    assert settings.megatron_settings(engine) == MegatronSettings()
+    assert not engine.sequence_parallel, "verl turns it off at t = 1"
+    assert settings.megatron_settings(engine) == MegatronSettings(sequence_parallel=False)
+    wide = McoreEngineConfig(tensor_model_parallel_size=2)
+    assert settings.megatron_settings(wide) == MegatronSettings()
     for modules, recompute in ((["core_attn"], "none"), (["core_attn", "mlp"], "selective")):
         given = {"recompute_granularity": "selective", "recompute_modules": modules}
         selective = McoreEngineConfig(override_transformer_config=given)
@@ -205,10 +208,11 @@ def test_model_settings_that_would_change_results_are_refused(case: str, folder:
 def test_all_refusals_are_reported_at_once(folder: Path):
     with pytest.raises(ConfigError) as raised:
         settings.check_engine(
-            McoreEngineConfig(param_offload=True, context_parallel_size=2), model_config(folder, lora_rank=4)
+            McoreEngineConfig(param_offload=True, expert_model_parallel_size=2),
+            model_config(folder, lora_rank=4),
         )
     assert [problem.split(" ")[0] for problem in raised.value.problems] == [
-        "megatron.context_parallel_size=2",
+        "megatron.expert_model_parallel_size=2",
         "megatron.param_offload=True",
         "model.lora_rank",
     ]
@@ -221,8 +225,8 @@ def test_the_replicas_follow_from_the_number_of_ranks():
         with pytest.raises(ConfigError) as raised:
             settings.train_grid(engine, ranks)
         assert str(raised.value) == (
-            f"{ranks} ranks are not a multiple of pipeline_model_parallel_size=2 x tensor_model_parallel_size=3;"
-            " choose sizes whose product divides the number of ranks"
+            f"{ranks} ranks are not a multiple of pipeline_model_parallel_size=2 x tensor_model_parallel_size=3"
+            " x context_parallel_size=1; choose sizes whose product divides the number of ranks"
         )
 
 

@@ -4,6 +4,7 @@ one DDP bucket per parameter   DistributedDataParallel splits buckets by size on
                                a parameter marked `shared_embedding` always gets its own bucket, on any stage
 uneven stages                  a stage's layers are passed as a list: the pipeline layout of 0.16 counts them for the
                                global parallel state's stage instead of the stage of the groups
+fused gradients without apex   the output layer, which is replaced, refuses to be built without its kernel
 gradients reduced in groups    buckets are those of the switch, one per parameter; groups of them are reduced together
 buffers released by bucket     the contiguous parameter buffer is replaced by one tensor per bucket
 optimizer state by parameter   ranges and moments of a distributed optimizer are read from its internal structures
@@ -23,6 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
@@ -46,6 +48,21 @@ def stage_spec(names: NameSet, qk_norm: bool, num_layers: int) -> TransformerBlo
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RmsNorm)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def fusion_without_apex() -> Iterator[None]:
+    """Let Megatron-core build its output layer with fused gradients while the context is open.
+
+    Its own layers fuse by a kernel of apex, and refuse to be built without it; Transformer Engine's have their own. The
+    output layer is Megatron-core's in any case, and is replaced before it computes anything.
+    """
+    available = layers._grad_accum_fusion_available
+    layers._grad_accum_fusion_available = True
+    try:
+        yield
+    finally:
+        layers._grad_accum_fusion_available = available
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from hybridengine.backends.megatron.compat import stage_spec
+from hybridengine.backends.megatron.compat import fusion_without_apex, stage_spec
 from hybridengine.backends.megatron.shim import device, device_shim, is_needed
 from hybridengine.backends.places import Places
 from hybridengine.backends.predictions import Predictions
@@ -190,7 +190,7 @@ def build_chunks(
         )
     blocks = shape.split_layers(*sizes.blocks)
     chunks = []
-    with device_shim():
+    with device_shim(), fusion_without_apex():
         config = transformer_config(shape, sizes, dtype, names, settings)
         for chunk, block in enumerate(range(groups.pp.rank(), len(blocks), sizes.pp_size)):
             last = block == len(blocks) - 1

@@ -47,7 +47,7 @@ class Packing:
     tp_size: int
     """Tensor-parallel ranks with a part of the sequence each; 1 without sequence parallelism."""
     multiple: int = 1
-    """Number of which a rank's tokens are a multiple: 16 for matrix products in FP8."""
+    """Number of which a rank's tokens are a multiple, as matrix products in FP8 need it."""
 
     @property
     def row_unit(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -19,22 +20,43 @@ from hybridengine.backends.megatron import compat
 from hybridengine.backends.megatron.packing import Pack, Packing
 from hybridengine.backends.megatron.shim import device, device_shim
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction
+from hybridengine.topology.sizes import TrainSizes
 
 
 class PipelineRunner:
     """Runs micro-batches through this rank's and its peers' virtual stages `chunks`, which `modules` may wrap."""
 
     def __init__(
-        self, modules: Sequence[torch.nn.Module], chunks: Sequence[GPTModel], groups: ProcessGroupCollection
+        self,
+        modules: Sequence[torch.nn.Module],
+        chunks: Sequence[GPTModel],
+        sizes: TrainSizes,
+        groups: ProcessGroupCollection,
     ) -> None:
-        self.groups = groups
+        self.groups, self._sizes = groups, sizes
         self._modules, self._chunks = list(modules), dict(zip(modules, chunks, strict=True))
         self._config = get_model_config(chunks[0])
         self._config.finalize_model_grads_func = self._note_tokens
         self._num_tokens: Tensor | None = None
         tp_size = groups.tp.size() if self._config.sequence_parallel else 1
-        self._packing = Packing(groups.cp, tp_size, multiple=16 if self._config.fp8 else 1)
+        multiple = get_fp8_align_size(self._config.fp8_recipe) if self._config.fp8 else 1
+        self._packing = Packing(groups.cp, tp_size, multiple)
         self._communicator = P2PCommunicator(pp_group=groups.pp, config=self._config)
+        self._connect_stages()
+
+    def _connect_stages(self) -> None:
+        """Connect each stage with its neighbours, as NCCL would in their first messages (`weights/process_groups.py`)."""
+        if self.groups.pp.size() == 1:
+            return
+        one = torch.zeros(1, 1, 1, dtype=self._config.pipeline_dtype, device=device())
+        with device_shim():
+            self._communicator._communicate(
+                tensor_send_next=one,
+                tensor_send_prev=one,
+                recv_prev=True,
+                recv_next=True,
+                tensor_shape=(1, 1, 1),
+            )
 
     @property
     def is_last_stage(self) -> bool:
@@ -120,8 +142,7 @@ class PipelineRunner:
                 # The interleaved schedule needs at least p micro-batches. The last one has a loss, which gives every
                 # parameter a gradient: reductions wait for them.
                 packs = [self._packing.empty_like(packs[0])] * (num_stages - len(packs)) + packs
-                uneven = len(packs) % num_stages > 0
-                self._config.microbatch_group_size_per_vp_stage = len(packs) if uneven else num_stages
+                self._config.microbatch_group_size_per_vp_stage = self._sizes.passes_per_block(len(packs))
             run = get_forward_backward_func(
                 pp_size=num_stages, vp_size=num_chunks if num_chunks > 1 else None
             )

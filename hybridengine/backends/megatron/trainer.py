@@ -53,7 +53,7 @@ class MegatronModel:
         self.layout: Layout = megatron_layout(shape, grid, names)
         self._chunks = build_chunks(shape, grid.sizes, self.groups, dtype, names, settings)
         self.weights = WeightStorage(self._parameters(), current=self._parameters)
-        self._runner = PipelineRunner(self._chunks, self._chunks, self.groups)
+        self._runner = PipelineRunner(self._chunks, self._chunks, grid.sizes, self.groups)
 
     def _parameters(self) -> dict[str, Parameter]:
         """Return the parameters by their names in the layout."""
@@ -120,7 +120,7 @@ class MegatronTrainer(MegatronModel):
         buffers: list[Any] = [buffer for chunk in self._replicated for buffer in chunk.buffers]
         self._gradients: list[Tensor] = [buffer.grad_data for buffer in buffers]
         self._gradient_bytes = [buffer.untyped_storage().nbytes() for buffer in self._gradients]
-        self._runner = PipelineRunner(self._replicated, self._chunks, self.groups)
+        self._runner = PipelineRunner(self._replicated, self._chunks, grid.sizes, self.groups)
 
     def start_optimizer(
         self, settings: OptimizerSection, decay_steps: int = 1_000_000, offload: str = "none"

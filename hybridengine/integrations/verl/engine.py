@@ -135,7 +135,8 @@ class LanguageModelEngine(BaseEngine):
 
     def is_mp_src_rank_with_outputs(self) -> bool:
         place, sizes = self.grid.coordinate(self.rank), self.grid.sizes
-        return place.tp_rank == self._built.groups.cp.rank() == 0 and place.pp_rank == sizes.pp_size - 1
+        is_first = place.tp_rank == 0 and (sizes.cp_size == 1 or place.cp_rank == 0)
+        return is_first and place.pp_rank == sizes.pp_size - 1
 
     # ---- Passes and steps -------------------------------------------------------------------------------------------
 

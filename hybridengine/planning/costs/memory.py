@@ -1,7 +1,7 @@
 """Memory of a model on one rank: weights, gradients, optimizer state, and activations of a micro-batch.
 
-Activations are counted tensor by tensor, as Megatron-core keeps them for a layer without sequence parallelism: inputs
-of the norms and of the matrices, and intermediate results. Sharded tensors are divided by t, hidden states are not.
+Activations are counted tensor by tensor, as Megatron-core keeps them for a layer: inputs of norms and matrices, and
+intermediate results. All are divided by t, hidden states only with sequence parallelism.
 
 Source: Korthikanti et al., arXiv 2205.05198, section 4, adapted to grouped queries and gated MLPs.
 """
@@ -122,12 +122,12 @@ def checkpoint_bytes(config: RunConfig) -> int:
     return sum(each * holder_shape(config, holder).num_parameters for holder in trained)
 
 
-def layer_activations(shape: ModelShape, tp_size: int) -> float:
-    """Return the elements per token that a layer keeps on a rank for its backward pass; all are sharded over t."""
+def layer_activations(shape: ModelShape, tp_size: int, hidden_parts: int) -> float:
+    """Return the elements per token that a layer keeps on a rank; hidden states are divided by `hidden_parts`."""
     hidden = 4 * shape.hidden_size  # inputs of both norms, of the query projection and of the MLP
     attention = 2 * shape.q_size + 2 * shape.kv_size + shape.q_size  # before and after rotation; output
     mlp = 3 * shape.ffn_hidden_size  # gate, up, and their product
-    return (hidden + attention + mlp) / tp_size
+    return hidden / hidden_parts + (attention + mlp) / tp_size
 
 
 def activation_bytes(
@@ -138,20 +138,23 @@ def activation_bytes(
     *,
     trains: bool,
     recompute: str = "none",
+    sequence_parallel: bool = True,
 ) -> int:
-    """Return the most bytes of activations that a pass keeps on a rank; `recompute` is that of `MegatronSettings`.
+    """Return the most bytes of activations that a pass keeps on a rank; `recompute` and `sequence_parallel` are those of
+    `MegatronSettings`.
 
     The fullest stage is the first, with the most micro-batches in flight, or the last, with blocks of logits.
     """
     element, tokens = DTYPE_BYTES[dtype], micro.tokens / sizes.cp_size
     p, v = sizes.pp_size, sizes.virtual_stages
     layers = len(shape.split_layers(*sizes.blocks)[0])
-    one_layer = layer_activations(shape, sizes.tp_size)
+    hidden_parts = sizes.tp_size if sequence_parallel else 1
+    one_layer = layer_activations(shape, sizes.tp_size, hidden_parts)
     if not trains:
         first = last = one_layer
     else:
         # Recomputation needs one layer of one micro-batch at a time.
-        hidden = shape.hidden_size / sizes.tp_size
+        hidden = shape.hidden_size / hidden_parts
         mlp = 3 * shape.ffn_hidden_size / sizes.tp_size
         each, again = {
             "none": (one_layer, 0.0),
@@ -160,8 +163,10 @@ def activation_bytes(
         }[recompute]
         kept = each * layers
         # Passes of a block of layers before the first backward pass: p, or those of the interleaved schedule.
-        first_passes, last_passes = (p, 1) if v == 1 else (3 * p - 1 + (v - 2) * p, 1 + (v - 1) * p)
-        most = micro.count * v
+        count = max(micro.count, p) if v > 1 else micro.count  # fewer are filled up
+        own = (v - 1) * sizes.passes_per_block(count) if v > 1 else 0
+        first_passes, last_passes = (p, 1) if v == 1 else (2 * (p - 1) + own + 1, own + 1)
+        most = count * v
         first, last = kept * min(first_passes, most) + again, kept * min(last_passes, most) + again
     logits = 0.0
     if not shape.num_labels:

@@ -31,6 +31,7 @@ class PlannedModel:
     offloads: bool = False
     """True if the optimizer state is in host memory while the model does not train."""
     recompute: str = "none"
+    sequence_parallel: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +130,7 @@ def workload_of(config: RunConfig, lengths: Lengths, prompt_tokens: float | None
             mini_batches=getattr(holder.section, "mini_batches", 1),
             offloads=getattr(holder.section, "offload", "none") == "optimizer",
             recompute=getattr(holder.section, "recompute", "none"),
+            sequence_parallel=getattr(holder.section, "sequence_parallel", True),
         )
         for holder in model_holders(config)
     ]

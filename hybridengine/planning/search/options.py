@@ -116,7 +116,7 @@ class Options:
         self.workload, self.cluster, self.compute = workload, cluster, compute_of(cluster)
         self.fixed, self.fixed_gen = dict(fixed or {}), fixed_gen
         self._found: dict[tuple[str, int], list[Option]] = {}
-        self._switches: dict[tuple[int, int, int, GenSizes], SwitchFigures] = {}
+        self._switches: dict[tuple[TrainSizes, GenSizes], SwitchFigures] = {}
         self._generations: dict[tuple[object, ...], float] = {}
         self._pricer = pricer or pricer_of(workload)
 
@@ -152,16 +152,22 @@ class Options:
         """Yield the sizes that Megatron supports, with tensor shards on one node and rows for every rank and replica."""
         if num_ranks > self.workload.rank_rows.get(model.role, num_ranks):
             return
-        for parts in divisors(num_ranks):
-            for tp_size in divisors(parts):
-                sizes = TrainSizes(parts // tp_size, tp_size, num_ranks // parts)
-                if (
-                    tp_size <= self.cluster.devices_per_node
-                    and sizes == self.fixed.get(model.name, sizes)
-                    and self._splits_evenly(model, sizes)
-                    and not train_problems(model.shape, sizes)
-                ):
-                    yield sizes
+        if model.name in self.fixed:
+            tried = [self.fixed[model.name]]
+        else:
+            tried = [
+                TrainSizes(parts // tp_size, tp_size, num_ranks // parts)
+                for parts in divisors(num_ranks)
+                for tp_size in divisors(parts)
+            ]
+        for sizes in tried:
+            if (
+                sizes.num_ranks == num_ranks
+                and sizes.tp_size <= self.cluster.devices_per_node
+                and self._splits_evenly(model, sizes)
+                and not train_problems(model.shape, sizes)
+            ):
+                yield sizes
 
     def _splits_evenly(self, model: PlannedModel, sizes: TrainSizes) -> bool:
         """Return True if replicas get equal numbers of rows in updates, and at least one row of a step in inference."""
@@ -228,6 +234,7 @@ class Options:
                     self.workload.micro_batches(model, call, sizes.dp_size),
                     trains=call.work is Work.UPDATE,
                     recompute=model.recompute,
+                    sequence_parallel=model.sequence_parallel,
                 )
                 kept[call.work] = max(kept[call.work], own)
         return held.states(
@@ -281,10 +288,9 @@ class Options:
     def _switch(self, sizes: TrainSizes, gen: GenSizes) -> SwitchFigures:
         """Return the figures of a switch from a plan with as many replicas as differ in their position on the nodes."""
         node = self.cluster.devices_per_node
-        replicas = min(sizes.dp_size, node // math.gcd(sizes.model_parallel_size, node))
-        key = (sizes.pp_size, sizes.tp_size, replicas, gen)
+        train = replace(sizes, dp_size=min(sizes.dp_size, node // math.gcd(sizes.replica_size, node)))
+        key = (train, gen)
         if key not in self._switches:
-            train = TrainSizes(sizes.pp_size, sizes.tp_size, replicas)
             cost = self._pricer.price(
                 GenerationGrid(Grid(train), gen), self.cluster.node_map(train.num_ranks)
             )
