@@ -81,7 +81,7 @@ class ActorSection(TrainedSection):
     """Training sizes p-t-d: pipeline stages, tensor shards, data-parallel replicas. Context-parallel ranks and virtual
     stages may follow: "2-2-1 c=2 v=2"."""
     generate: GenSizesField = GenSizes(1, 1)
-    """Generation sizes p_g-t_g of one engine; if p_g | p and t_g | t, no weight is held twice."""
+    """Generation sizes p_g-t_g of one engine; if p_g | p and t_g | t, and p_g = 1 with v > 1, no weight is held twice."""
     bucket_bytes: BucketBytes = 512 * BYTE_UNITS["MiB"]
     """Maximum weight bytes in flight during a switch; at least one float32."""
     verify: Literal["first", "always", "never"] = "first"
