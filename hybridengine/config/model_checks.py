@@ -23,6 +23,7 @@ def model_conflicts(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
     yield from _checkpoints(config, dry_run)
     actor = None
     for holder in model_holders(config):
+        yield from _fp8(config, holder)
         with suppress(ConfigError, CheckpointError):  # `_checkpoints` reports the missing shape
             shape = holder_shape(config, holder)
             actor = shape if holder.role == "actor" else actor
@@ -37,6 +38,23 @@ def model_conflicts(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
             own = config.generation.parallel
             yield from _engines(config, actor, "generation.parallel", own, own.tp_size, own.pp_size)
         yield from _cpu_engines(config, actor)
+
+
+def _fp8(config: RunConfig, holder: ModelHolder) -> Iterator[Conflict]:
+    """Yield conflicts between matrix products in 8 bits, and the device or the type of weights."""
+    key, fp8 = f"{holder.name}.fp8", getattr(holder.section, "fp8", "none")
+    if fp8 == "none":
+        return
+    if config.cluster.device == "cpu":
+        yield Conflict(
+            f"{key}={fp8} needs GPUs, and cluster.device=cpu; set {key}=none", (key, "cluster.device")
+        )
+    if config.model.dtype != "bfloat16":
+        yield Conflict(
+            f"{key}={fp8} needs weights in bfloat16, and model.dtype={config.model.dtype}; set model.dtype=bfloat16, or"
+            f" {key}=none",
+            (key, "model.dtype"),
+        )
 
 
 def model_shape(config: RunConfig) -> ModelShape:

@@ -61,9 +61,13 @@ def rehearse(config: RunConfig, rank: int) -> RankRehearsal:
 
 
 def _for_cpu(config: RunConfig) -> RunConfig:
-    """Return the configuration without CUDA graphs: the switch of an eager engine has the same peak."""
-    rollout = config.rollout.model_copy(update={"cuda_graphs": False})
-    return config.model_copy(update={"rollout": rollout})
+    """Return the configuration without CUDA graphs, with which a switch has the same peak, and without FP8."""
+    changed: dict[str, Any] = {"rollout": config.rollout.model_copy(update={"cuda_graphs": False})}
+    for name in ("actor", "critic", "cost_critic"):
+        section = getattr(config, name, None)
+        if section is not None:
+            changed[name] = section.model_copy(update={"fp8": "none"})
+    return config.model_copy(update=changed)
 
 
 class _Rank:
