@@ -55,7 +55,7 @@ class PipelineRunner:
                 tensor_send_prev=one,
                 recv_prev=True,
                 recv_next=True,
-                tensor_shape=(1, 1, 1),
+                tensor_shape=[1, 1, 1],
             )
 
     @property
