@@ -57,7 +57,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step costs on a rank."""
+    """Cost of a step on a rank."""
 
     micro_batches: int
     tokens: int

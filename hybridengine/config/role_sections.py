@@ -53,7 +53,7 @@ class MegatronSettings(Section):
     sequence_parallel: bool = True
     """With t > 1, each tensor-parallel rank has a part of the sequence where tensors are not sharded, such as norms."""
     overlap_reduction: bool = True
-    """Reduce gradients over replicas while the backward pass of a step's last micro-batch goes on."""
+    """Reduce gradients over replicas during the backward pass of a step's last micro-batch."""
     fp8: Literal["none", "tensorwise", "blockwise", "mxfp8"] = "none"
     """Scaling of matrix products in 8 bits by Transformer Engine, on GPUs that have them; results change within FP8's
     precision."""

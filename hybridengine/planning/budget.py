@@ -3,7 +3,7 @@
     start           the engine is built beside the actor's weights, without gradients; no other model is there yet
     load            the other models are built, one after the other
     training step   one model computes with activations of a micro-batch, the others wait
-    switch          both shards of the actor and the buckets in flight
+    switch          one copy of the actor's weights and the buckets in flight, beside the models that wait
     generation      the engine's weights, KV cache and activations
     save            device as between two steps; copies of the state in host memory
 

@@ -16,7 +16,7 @@ NOT_REHEARSED = (
     "allocators: workspaces, communicators and fragmentation are not counted",
     "files: weights come without values, and a checkpoint ends with its copy in host memory",
 )
-"""What a rehearsal does not exercise."""
+"""Parts of a run that a rehearsal does not exercise."""
 MOST_DIFFERENCE = 0.05
 """Share of the planned bytes from which a difference is marked."""
 LEFT_OUT = "the planner leaves out temporaries, small tensors, and buffers of the engine"

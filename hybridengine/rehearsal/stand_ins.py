@@ -1,4 +1,4 @@
-"""What a rehearsal has in place of files: folders with a model's configuration, weights without values, and rows."""
+"""Stand-ins of a rehearsal for files: folders with a model's configuration, weights without values, and rows."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def available_names() -> NameSet:
     return NameSet.TRANSFORMER_ENGINE if HAVE_TE and not is_needed() else NameSet.LOCAL
 
 
-class OutputHead(nn.Module):
+class OutputHead(nn.Module, ABC):
     """Output layer in place of Megatron-core's: of all tokens it keeps those whose outputs are wanted."""
 
     partial_gradients = False
@@ -80,9 +81,9 @@ class OutputHead(nn.Module):
             )
         return hidden_S1H[self.wanted_N], None
 
+    @abstractmethod
     def outputs(self, hidden_1NH: Tensor, places: Places, model: GPTModel) -> Any:
         """Return the outputs of [B, R] `places` from the output of `model`, whose head this is."""
-        raise NotImplementedError
 
 
 class ScoreHead(OutputHead):

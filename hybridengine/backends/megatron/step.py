@@ -76,7 +76,7 @@ class PipelineRunner:
     def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction, last: bool) -> list[Any]:
         """Add the gradients of some micro-batches to those of earlier calls on this rank (`Policy`).
 
-        The `last` call before `finish_gradients` may reduce them while its own backward pass goes on.
+        The `last` call before `finish_gradients` may reduce them during its own backward pass.
         """
         self._set_training(True)
         hold: list[Any] = [module.no_sync for module in self._modules]  # type: ignore[union-attr]
