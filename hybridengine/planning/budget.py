@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from hybridengine.config import ModelHolder, RunConfig, holder_shape, model_holders, model_shape
 from hybridengine.config.run_config import TRAINED
 from hybridengine.config.sections import MAIN_POOL
-from hybridengine.errors import ConfigError
 from hybridengine.formatting import format_bytes
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.costs.lengths import MicroBatches
@@ -71,12 +70,6 @@ class Budget:
             f"phase {self.peak!r} of pool {self.pool} needs {format_bytes(needed)} on its fullest rank, and the device"
             f" has {format_bytes(device_bytes)}: {(needed - device_bytes) / 1e9:.1f} GB are missing"
         )
-
-
-def check_budget(budget: Budget, device_bytes: int) -> None:
-    """Raise ConfigError, with phase, missing bytes and three remedies, if a device of this size is too small."""
-    if (text := budget.excess(device_bytes)) is not None:
-        raise ConfigError(f"{text}; {budget.remedies[budget.peak]}")
 
 
 def budget_of(config: RunConfig, pool: str, cost: SwitchCost, *, on_gpus: bool) -> Budget:
