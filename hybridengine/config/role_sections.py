@@ -54,6 +54,8 @@ class MegatronSettings(Section):
     """With t > 1, each tensor-parallel rank has a part of the sequence where tensors are not sharded, such as norms."""
     overlap_reduction: bool = True
     """Reduce gradients over replicas during the backward pass of a step's last micro-batch."""
+    fusions: bool = True
+    """Rotate queries and keys, and add up gradients of weights, in Transformer Engine's fused kernels; acts on GPUs."""
     fp8: Literal["none", "tensorwise", "blockwise", "mxfp8"] = "none"
     """Scaling of matrix products in 8 bits by Transformer Engine, on GPUs that have them; results change within FP8's
     precision."""

@@ -20,7 +20,7 @@ from tests.gloo.tiny_models import write_model
 
 NUM_LAYERS, NUM_HEADS = 8, 8
 NUM_STEPS = {2: 5, 4: 5, 8: 1}
-"""Number of ranks -> optimizer steps."""
+"""Number of ranks -> optimizer steps; five with 8 ranks take four minutes."""
 
 
 def every_size(num_ranks: int) -> Iterator[TrainSizes]:

@@ -125,8 +125,8 @@ def transformer_config(
     shape: ModelShape, sizes: TrainSizes, dtype: str, names: NameSet, settings: MegatronSettings
 ) -> TransformerConfig:
     """Return Megatron-core's configuration of a model at these sizes; ConfigError for FP8 without Transformer Engine."""
-    on_gpu, fused = not is_needed(), names is NameSet.TRANSFORMER_ENGINE
-    if settings.fp8 != "none" and not fused:
+    on_gpu, has_te = not is_needed(), names is NameSet.TRANSFORMER_ENGINE
+    if settings.fp8 != "none" and not has_te:
         raise ConfigError(
             f"fp8={settings.fp8} needs a GPU and Transformer Engine, which this process does not have; install"
             " requirements/gpu.lock.txt on a machine with a GPU, or set fp8=none"
@@ -158,12 +158,12 @@ def transformer_config(
         calculate_per_token_loss=True,
         perform_initialization=False,
         use_cpu_initialization=not on_gpu,
-        gradient_accumulation_fusion=fused,
+        gradient_accumulation_fusion=has_te and settings.fusions,
         bias_activation_fusion=on_gpu,
         masked_softmax_fusion=on_gpu,
         persist_layer_norm=on_gpu,
         bias_dropout_fusion=False,
-        apply_rope_fusion=fused,
+        apply_rope_fusion=has_te and settings.fusions,
         **FP8[settings.fp8],
     )
     if sizes.virtual_stages > 1:  # set afterwards: the configuration's own check wants stages of equal size
