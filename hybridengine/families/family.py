@@ -13,6 +13,23 @@ from enum import Enum
 from typing import Any
 
 
+@dataclass(frozen=True, order=True)
+class ExpertSizes:
+    """Mixture-of-experts layers of one model, and how they route tokens."""
+
+    num_experts: int
+    num_active: int
+    """Experts that compute each token."""
+    ffn_hidden_size: int
+    """Intermediate size of one expert."""
+    num_dense_layers: int = 0
+    """First layers of the model, which have an MLP in place of experts."""
+    normalizes: bool = True
+    """True if the weights of a token's experts add up to 1."""
+    aux_loss: float = 0.0
+    """Coefficient of the auxiliary loss that balances the experts' load."""
+
+
 @dataclass(frozen=True)
 class DecoderSizes:
     """Sizes of one model that a family needs to write its tables."""
@@ -34,6 +51,12 @@ class DecoderSizes:
     """Llama 3's frequency scaling as sorted (key, value) pairs; empty for plain rotary embeddings."""
     num_labels: int = 0
     """Outputs of a sequence-classification head (`score.weight`); 0 for a language model."""
+    experts: ExpertSizes | None = None
+    """Experts of a mixture of experts; None for a dense model."""
+
+    def expert_layer(self, layer: int) -> ExpertSizes | None:
+        """Return the experts of a layer; None if it has an MLP."""
+        return self.experts if self.experts and layer >= self.experts.num_dense_layers else None
 
     @property
     def q_size(self) -> int:
@@ -128,6 +151,10 @@ class Family:
         """(language model, model with a score head): class names for `architectures` in config.json."""
         return f"{self.hf_prefix}ForCausalLM", f"{self.hf_prefix}ForSequenceClassification"
 
+    def experts_of(self, config: Mapping[str, Any]) -> ExpertSizes | None:
+        """Return the experts that a config.json, with `defaults` filled in, describes; None for a dense family."""
+        return None
+
     def refusals(self, config: Mapping[str, Any]) -> Iterator[str]:
         """Yield the features of a config.json, with `defaults` filled in, that the tables do not support."""
         kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
@@ -150,9 +177,9 @@ class Family:
         if config.get("hidden_act", "silu") != "silu":
             yield f"hidden_act={config['hidden_act']!r} is not supported; it must be 'silu'"
 
-    def layer_tensors(self, sizes: DecoderSizes) -> dict[str, tuple[int, ...]]:
+    def layer_tensors(self, sizes: DecoderSizes, layer: int) -> dict[str, tuple[int, ...]]:
         """Return the logical tensors of a decoder layer as stored on disk: name -> shape, in the model's order."""
-        hidden, ffn = sizes.hidden_size, sizes.ffn_hidden_size
+        hidden = sizes.hidden_size
         tensors: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
         for part, rows in (("q", sizes.q_size), ("k", sizes.kv_size), ("v", sizes.kv_size)):
             tensors[f"self_attn.{part}_proj.weight"] = (rows, hidden)
@@ -163,10 +190,12 @@ class Family:
         return tensors | {
             "self_attn.o_proj.weight": (hidden, sizes.q_size),
             "post_attention_layernorm.weight": (hidden,),
-            "mlp.gate_proj.weight": (ffn, hidden),
-            "mlp.up_proj.weight": (ffn, hidden),
-            "mlp.down_proj.weight": (hidden, ffn),
+            **self.mlp_tensors(sizes, layer),
         }
+
+    def mlp_tensors(self, sizes: DecoderSizes, layer: int) -> dict[str, tuple[int, ...]]:
+        """Return the logical tensors of a layer's MLP."""
+        return gated_mlp("mlp.", sizes.hidden_size, sizes.ffn_hidden_size)
 
     def qkv_rows(self, sizes: DecoderSizes, kind: str) -> tuple[Rows, ...]:
         """Return the rows that hold the weights (`kind` "weight") or biases ("bias") of q, k and v."""
@@ -180,9 +209,9 @@ class Family:
         ffn = sizes.ffn_hidden_size
         return tuple(Rows(f"mlp.{half}_proj.weight", 0, ffn, ffn) for half in ("gate", "up"))
 
-    def megatron_layer(self, sizes: DecoderSizes, names: NameSet) -> tuple[Entry, ...]:
+    def megatron_layer(self, sizes: DecoderSizes, names: NameSet, layer: int) -> tuple[Entry, ...]:
         """Return the parameters of a Megatron-core GPTModel layer; its QKV keeps the heads of each KV group together."""
-        input_norm, mlp_norm = _NORMS[names]
+        input_norm, _ = _NORMS[names]
         attention = "self_attention."
         entries: list[Entry] = [
             Whole(input_norm, "input_layernorm.weight"),
@@ -196,14 +225,23 @@ class Family:
             entries += [
                 Whole(attention + f"{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in "qk"
             ]
+        return (*entries, *self.megatron_mlp(sizes, names, layer))
+
+    def megatron_mlp(self, sizes: DecoderSizes, names: NameSet, layer: int) -> tuple[Entry, ...]:
+        """Return the parameters of a Megatron-core layer's MLP and of the norm before it, without experts."""
         return (
-            *entries,
-            Whole(mlp_norm, "post_attention_layernorm.weight"),
+            Whole(_NORMS[names][1], "post_attention_layernorm.weight"),
             Stack("mlp.linear_fc1.weight", self.gate_up_rows(sizes)),
             Columns("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
         )
 
-    def megatron_config(self) -> dict[str, Any]:
+    def megatron_expert(
+        self, sizes: DecoderSizes, names: NameSet, number: int, place: int
+    ) -> tuple[Entry, ...]:
+        """Return the parameters of expert `number` of a layer, which is number `place` on its rank."""
+        raise NotImplementedError(f"{self.name} has no experts")
+
+    def megatron_config(self, sizes: DecoderSizes) -> dict[str, Any]:
         """Return Megatron-core's TransformerConfig settings other than sizes; `activation_func` is a name in torch."""
         return {
             "normalization": "RMSNorm",
@@ -214,8 +252,8 @@ class Family:
             "qk_layernorm": self.qk_norm,
         }
 
-    def vllm_layer(self, sizes: DecoderSizes) -> tuple[Entry, ...]:
-        """Return the parameters of a layer of vLLM's model."""
+    def vllm_layer(self, sizes: DecoderSizes, layer: int) -> tuple[Entry, ...]:
+        """Return the parameters of a layer of vLLM's model, without experts."""
         entries: list[Entry] = [
             Stack(f"self_attn.qkv_proj.{kind}", self.qkv_rows(sizes, kind)) for kind in self._qkv_kinds
         ]
@@ -224,11 +262,21 @@ class Family:
             entries += [_same(Whole, f"self_attn.{part}_norm.weight") for part in "qk"]
         return (
             *entries,
-            Stack("mlp.gate_up_proj.weight", self.gate_up_rows(sizes)),
-            _same(Columns, "mlp.down_proj.weight"),
+            *self.vllm_mlp(sizes, layer),
             _same(Whole, "input_layernorm.weight"),
             _same(Whole, "post_attention_layernorm.weight"),
         )
+
+    def vllm_mlp(self, sizes: DecoderSizes, layer: int) -> tuple[Entry, ...]:
+        """Return the parameters of the MLP of a layer of vLLM's model, without experts."""
+        return (
+            Stack("mlp.gate_up_proj.weight", self.gate_up_rows(sizes)),
+            _same(Columns, "mlp.down_proj.weight"),
+        )
+
+    def vllm_expert(self, sizes: DecoderSizes, number: int, place: int) -> tuple[Entry, ...]:
+        """Return the slices of vLLM's parameters that are expert `number` of a layer, number `place` on its rank."""
+        raise NotImplementedError(f"{self.name} has no experts")
 
     def vllm_problems(self, sizes: DecoderSizes) -> list[str]:
         """Return the reasons why vLLM's model of this family rejects these sizes, at any degree of parallelism."""
@@ -237,6 +285,15 @@ class Family:
     @property
     def _qkv_kinds(self) -> tuple[str, ...]:
         return ("weight", "bias") if self.qkv_bias else ("weight",)
+
+
+def gated_mlp(prefix: str, hidden: int, ffn: int) -> dict[str, tuple[int, ...]]:
+    """Return the logical tensors of a gated MLP."""
+    return {
+        f"{prefix}gate_proj.weight": (ffn, hidden),
+        f"{prefix}up_proj.weight": (ffn, hidden),
+        f"{prefix}down_proj.weight": (hidden, ffn),
+    }
 
 
 def _same(kind: type[Whole] | type[Columns], name: str) -> Entry:

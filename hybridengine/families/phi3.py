@@ -10,7 +10,7 @@ _QKV, _GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 class Phi3(Family):
     """Phi-3 with its fused tensors."""
 
-    def layer_tensors(self, sizes: DecoderSizes) -> dict[str, tuple[int, ...]]:
+    def layer_tensors(self, sizes: DecoderSizes, layer: int) -> dict[str, tuple[int, ...]]:
         hidden, ffn = sizes.hidden_size, sizes.ffn_hidden_size
         return {
             "input_layernorm.weight": (hidden,),

@@ -5,11 +5,15 @@ from __future__ import annotations
 from hybridengine.families.family import Family
 from hybridengine.families.llama import LLAMA
 from hybridengine.families.mistral import MISTRAL
+from hybridengine.families.mixtral import MIXTRAL
 from hybridengine.families.phi3 import PHI3
 from hybridengine.families.qwen2 import QWEN2
 from hybridengine.families.qwen3 import QWEN3
+from hybridengine.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3)}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, QWEN3_MOE, MIXTRAL)
+}
 """Name -> family."""
 
 ARCHITECTURES: dict[str, Family] = {

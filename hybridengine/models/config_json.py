@@ -85,20 +85,20 @@ def check_numbers(numbers: Mapping[str, Any]) -> None:
 
 
 def check_features(config: Mapping[str, Any], architecture: str, family: Family) -> None:
-    """Check that the model is a dense one of `family`, without unsupported features; the error names the first."""
-    for problem in chain(_unsupported(config, architecture, family.name), family.refusals(config)):
+    """Check that the model is one of `family`, without unsupported features; the error names the first."""
+    for problem in chain(_unsupported(config, architecture, family), family.refusals(config)):
         raise ConfigError(problem)
 
 
-def _unsupported(config: Mapping[str, Any], architecture: str, family: str) -> Iterator[str]:
+def _unsupported(config: Mapping[str, Any], architecture: str, family: Family) -> Iterator[str]:
     for key in _NUM_EXPERTS:
-        if config.get(key):
-            yield f"{key}={shown(config[key])}: mixture-of-experts is not supported yet; use a dense model"
-    model_type = config.get("model_type") or family
-    if model_type != family:
+        if config.get(key) and family.experts_of(config) is None:
+            yield f"{key}={shown(config[key])}: {family.name} has no experts; use another model, or {_RESTORE}"
+    model_type = config.get("model_type") or family.name
+    if model_type != family.name:
         yield (
-            f"model_type={shown(model_type)} is not the {family!r} of architectures=[{architecture!r}]; other models,"
-            f" mixture-of-experts among them, are not supported yet; use a dense model, or {_RESTORE}"
+            f"model_type={shown(model_type)} is not the {family.name!r} of architectures=[{architecture!r}]; use a model"
+            f" of a supported family, or {_RESTORE}"
         )
     if config.get("quantization_config"):
         yield "quantization_config is not supported; use the model's unquantised weights"

@@ -93,6 +93,7 @@ class ModelShape(DecoderSizes):
             num_labels=(config.get("num_labels") or len(config.get("id2label") or (0, 1)))
             if classifies
             else 0,
+            experts=family.experts_of(config),
             **_rotary(config, family),
         )
         if shape.num_heads % shape.num_kv_heads:
@@ -123,7 +124,7 @@ class ModelShape(DecoderSizes):
 
     def layer_tensors(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Return the logical tensors of one decoder layer: name -> shape, in the model's order."""
-        tensors = FAMILIES[self.family].layer_tensors(self)
+        tensors = FAMILIES[self.family].layer_tensors(self, layer)
         return {layer_prefix(layer) + name: shape for name, shape in tensors.items()}
 
     @cached_property
@@ -179,7 +180,7 @@ class ModelShape(DecoderSizes):
 
     def tp_problems(self, tp_size: int, name: str = "t") -> list[str]:
         """Return the reasons why the model cannot be sharded over `tp_size` tensor ranks."""
-        sizes = {key: getattr(self, key) for key in ("num_heads", "num_kv_heads", "ffn_hidden_size")}
+        sizes = {key: getattr(self, key) for key in ("num_heads", "num_kv_heads", *self._mlp_size)}
         broken = [
             f"{name}={tp_size} does not divide {key}={size}" for key, size in sizes.items() if size % tp_size
         ]
@@ -187,6 +188,28 @@ class ModelShape(DecoderSizes):
             return []
         choices = [n for n in range(1, 65) if not any(size % n for size in sizes.values())]
         return [f"{rule}; choose {_one_of(choices)}" for rule in broken]
+
+    @property
+    def _mlp_size(self) -> tuple[str, ...]:
+        """Name of the size of MLPs; none if all layers have experts."""
+        return () if self.experts and not self.experts.num_dense_layers else ("ffn_hidden_size",)
+
+    def expert_problems(self, parts: int, shards: int, names: tuple[str, str] = ("e", "etp")) -> list[str]:
+        """Return the reasons why experts cannot be divided into `parts`, and each of them over `shards` ranks."""
+        if self.experts is None:
+            if parts == 1:
+                return []
+            return [
+                f"{names[0]}={parts} divides experts, and {self.family} has none; choose {names[0]}=1"
+            ]
+        counts = (parts, "num_experts", self.experts.num_experts), (
+            shards, "moe ffn_hidden_size", self.experts.ffn_hidden_size
+        )
+        return [
+            f"{name}={size} does not divide {what}={number}; choose one of its divisors"
+            for name, (size, what, number) in zip(names, counts, strict=True)
+            if number % size
+        ]
 
     def pp_problems(self, pp_size: int, name: str = "p") -> list[str]:
         """Return the reasons why the model cannot be split into `pp_size` pipeline stages."""
@@ -210,7 +233,7 @@ class ModelShape(DecoderSizes):
     def _gen_tp_faults(self, tp_size: int, train_tp_size: int) -> list[str]:
         faults = [
             f"t_g={tp_size} does not divide {field}={getattr(self, field)}"
-            for field in ("num_heads", "ffn_hidden_size")
+            for field in ("num_heads", *self._mlp_size)
             if getattr(self, field) % tp_size
         ]
         if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:

@@ -210,6 +210,12 @@ def vocab_shard(
     return LocalParameter(name, (size, shape[1]), pieces, padding_of=tensor)
 
 
+def held_experts(num_experts: int, part: int, num_parts: int) -> range:
+    """Return the experts of part `part` of `num_parts`, which are consecutive in both backends."""
+    each = num_experts // num_parts
+    return range(part * each, (part + 1) * each)
+
+
 def layer_parameters(
     entries: Iterable[Entry],
     prefixes: tuple[str, str],

@@ -21,7 +21,17 @@ from hybridengine.models.shapes import (
     layer_prefix,
     padded_vocab_size,
 )
-from hybridengine.reshard.layout import Layout, LocalParameter, Shard, layer_parameters, vocab_shard, whole
+from hybridengine.reshard.layout import (
+    Layout,
+    LocalParameter,
+    Shard,
+    ShardKey,
+    held_experts,
+    layer_parameters,
+    vocab_shard,
+    whole,
+)
+from hybridengine.topology.experts import EXPERT_AXES, ExpertGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import MODEL_AXES, TrainSizes
 
@@ -29,17 +39,25 @@ from hybridengine.topology.sizes import MODEL_AXES, TrainSizes
 @lru_cache(maxsize=16)
 def megatron_layout(shape: ModelShape, grid: Grid, names: NameSet = NameSet.LOCAL) -> Layout:
     """Return the layout of a GPTModel over the ranks of `grid`; PlanError if t ranks cannot share the model."""
-    raise_all(shape.tp_problems(grid.sizes.tp_size), PlanError)
-    keys = {rank: place.along(MODEL_AXES) for rank, place in enumerate(grid.coordinates())}
-    shards = {
-        (pp_rank, tp_rank): megatron_shard(shape, grid.sizes, pp_rank, tp_rank, names)
-        for pp_rank, tp_rank in sorted(set(keys.values()))
+    sizes = grid.sizes
+    problems = shape.tp_problems(sizes.tp_size) + shape.expert_problems(sizes.expert_parts, sizes.expert_shards)
+    raise_all(problems, PlanError)
+    keys: dict[int, ShardKey] = {
+        rank: place.along(MODEL_AXES) for rank, place in enumerate(grid.coordinates())
     }
-    return Layout(shape, keys, shards, kind=f"megatron {grid.sizes}")
+    if shape.experts:
+        places = enumerate(ExpertGrid(grid).coordinates())
+        keys = {rank: keys[rank] + place.along(EXPERT_AXES) for rank, place in places}
+    shards = {key: megatron_shard(shape, sizes, key, names) for key in sorted(set(keys.values()))}
+    return Layout(shape, keys, shards, kind=f"megatron {sizes}")
 
 
-def megatron_shard(shape: ModelShape, sizes: TrainSizes, pp_rank: int, tp_rank: int, names: NameSet) -> Shard:
-    """Return the parameters of the rank at (`pp_rank`, `tp_rank`); names begin with the virtual stage, if any."""
+def megatron_shard(shape: ModelShape, sizes: TrainSizes, key: ShardKey, names: NameSet) -> Shard:
+    """Return the parameters of the ranks with a key (pp, tp), or (pp, tp, ep, etp) of a mixture of experts.
+
+    Names begin with the virtual stage, if there are any.
+    """
+    pp_rank, tp_rank, *_ = key
     pp_size, tp_size, num_chunks = sizes.pp_size, sizes.tp_size, sizes.virtual_stages
     first, last = ("0.", f"{num_chunks - 1}.") if num_chunks > 1 else ("", "")
     padded = padded_vocab_size(shape.vocab_size, tp_size)
@@ -51,12 +69,23 @@ def megatron_shard(shape: ModelShape, sizes: TrainSizes, pp_rank: int, tp_rank: 
                 f"{first}embedding.word_embeddings.weight", EMBEDDING, vocab_shape, padded, tp_rank, tp_size
             )
         )
-    entries = FAMILIES[shape.family].megatron_layer(shape, names)
+    family = FAMILIES[shape.family]
     for chunk, block in enumerate(shape.split_layers(*sizes.blocks)[pp_rank::pp_size]):
         start = f"{chunk}." if num_chunks > 1 else ""
         for index, layer in enumerate(block):
             prefixes = f"{start}decoder.layers.{index}.", layer_prefix(layer)
+            entries = family.megatron_layer(shape, names, layer)
             parameters += layer_parameters(entries, prefixes, shape.tensors, tp_rank, tp_size)
+            if experts := shape.expert_layer(layer):
+                ep_rank, etp_rank = key[2:]
+                for place, number in enumerate(held_experts(experts.num_experts, ep_rank, sizes.expert_parts)):
+                    parameters += layer_parameters(
+                        family.megatron_expert(shape, names, number, place),
+                        prefixes,
+                        shape.tensors,
+                        etp_rank,
+                        sizes.expert_shards,
+                    )
     if pp_rank == pp_size - 1:
         parameters.append(
             whole(f"{last}decoder.final_layernorm.weight", FINAL_NORM, shape.tensors[FINAL_NORM])

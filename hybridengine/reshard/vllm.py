@@ -19,7 +19,15 @@ from hybridengine.models.shapes import (
     layer_prefix,
     padded_vocab_size,
 )
-from hybridengine.reshard.layout import Layout, LocalParameter, Shard, layer_parameters, vocab_shard, whole
+from hybridengine.reshard.layout import (
+    Layout,
+    LocalParameter,
+    Shard,
+    held_experts,
+    layer_parameters,
+    vocab_shard,
+    whole,
+)
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import MODEL_AXES, GenSizes, TrainSizes
@@ -30,13 +38,17 @@ def vllm_layout(shape: ModelShape, generation: GenerationGrid) -> Layout:
     """Return the layout of the engines; PlanError if they cannot hold the model, or vocabulary shards do not nest."""
     sizes, train = generation.sizes, generation.train.sizes
     raise_all(
-        [*shape.pp_problems(sizes.pp_size, "p_g"), *shape.gen_tp_problems(sizes.tp_size, train.tp_size)],
+        [
+            *shape.pp_problems(sizes.pp_size, "p_g"),
+            *shape.gen_tp_problems(sizes.tp_size, train.tp_size),
+            *shape.expert_problems(sizes.expert_parts, sizes.expert_shards, ("e_g", "t_g")),
+        ],
         PlanError,
     )
     stages = shape.gen_stage_layers(train.pp_size, sizes.pp_size)
     keys = {rank: place.along(MODEL_AXES) for rank, place in enumerate(generation.coordinates())}
     shards = {
-        (pp_rank, tp_rank): vllm_shard(shape, stages, pp_rank, tp_rank, sizes.tp_size)
+        (pp_rank, tp_rank): vllm_shard(shape, stages, pp_rank, tp_rank, sizes)
         for pp_rank, tp_rank in sorted(set(keys.values()))
     }
     return Layout(shape, keys, shards, kind=f"vllm {sizes}")
@@ -52,19 +64,31 @@ def engines_layout(shape: ModelShape, sizes: GenSizes, num_engines: int, first_r
 
 
 def vllm_shard(
-    shape: ModelShape, stages: tuple[range, ...], pp_rank: int, tp_rank: int, tp_size: int
+    shape: ModelShape, stages: tuple[range, ...], pp_rank: int, tp_rank: int, sizes: GenSizes
 ) -> Shard:
-    """Return the parameters of the engine rank at (`pp_rank`, `tp_rank`)."""
+    """Return the parameters of the engine rank at (`pp_rank`, `tp_rank`); an expert's are slices of vLLM's."""
+    tp_size, family = sizes.tp_size, FAMILIES[shape.family]
     first, last = pp_rank == 0, pp_rank == len(stages) - 1
     padded = padded_vocab_size(shape.vocab_size, 1)
     vocab_shape = shape.tensors[EMBEDDING]
     parameters: list[LocalParameter] = []
     if first or (last and shape.tied_embeddings):
         parameters.append(vocab_shard(EMBEDDING, EMBEDDING, vocab_shape, padded, tp_rank, tp_size))
-    entries = FAMILIES[shape.family].vllm_layer(shape)
     for layer in stages[pp_rank]:
         prefixes = layer_prefix(layer), layer_prefix(layer)
+        entries = family.vllm_layer(shape, layer)
         parameters += layer_parameters(entries, prefixes, shape.tensors, tp_rank, tp_size)
+        if experts := shape.expert_layer(layer):
+            # vLLM's e_g parts are its tensor ranks.
+            part, shard = (tp_rank, 0) if sizes.expert_parts > 1 else (0, tp_rank)
+            for place, number in enumerate(held_experts(experts.num_experts, part, sizes.expert_parts)):
+                parameters += layer_parameters(
+                    family.vllm_expert(shape, number, place),
+                    prefixes,
+                    shape.tensors,
+                    shard,
+                    sizes.expert_shards,
+                )
     if last:
         parameters.append(whole(FINAL_NORM, FINAL_NORM, shape.tensors[FINAL_NORM]))
         if not shape.tied_embeddings:

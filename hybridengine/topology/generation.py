@@ -7,6 +7,8 @@ Engines of p_g·t_g ranks divide the p·t·d ranks among them. There are two gro
                                      shard is part of the generation shard that it needs, so no byte is held twice
     INTERVAL, p_g | p and t | t_g    an engine spans ranks with the same training shard and divides it among them: the
                                      part of a rank's generation shard in its own stages is in its training shard
+    INTERVAL, e_g = t_g and t_g | e  gen tp = floor(ep · t_g / e) of experts that training does not shard (etp = 1): they
+                                     are most of a model, so other weights follow them and may not be parts
     INTERVAL, other sizes, VANILLA   consecutive ranks form an engine, as for training; shards need not overlap
 
 A micro-DP group is the ranks of one training replica that hold the same generation shard. Where shards nest, weights
@@ -20,6 +22,7 @@ from enum import Enum
 from functools import cached_property
 
 from hybridengine.errors import TopologyError, raise_all
+from hybridengine.topology.experts import ExpertGrid
 from hybridengine.topology.grid import Coordinate, Grid, Groups, Mesh
 from hybridengine.topology.sizes import MODEL_AXES, GenSizes
 
@@ -55,7 +58,10 @@ class GenerationGrid(Mesh):
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        place = self._consecutive if self._is_consecutive else self._interval
+        if self._follows_experts:
+            place = self._by_experts
+        else:
+            place = self._consecutive if self._is_consecutive else self._interval
         position = [place(coordinate) for coordinate in self.train.coordinates()]
         return tuple(sorted(range(len(position)), key=position.__getitem__))
 
@@ -78,10 +84,27 @@ class GenerationGrid(Mesh):
     def nests(self) -> bool:
         """True if every rank's training shard is part of its generation shard, so that switching back is local."""
         train, gen = self.train.sizes, self.sizes
-        return gen.nests_in(train) and all(
-            place[axis] * gen[axis] // train[axis] == own[axis]
-            for place, own in zip(self.train.coordinates(), self.coordinates(), strict=True)
-            for axis in MODEL_AXES
+        return (
+            gen.nests_in(train)
+            and all(
+                place[axis] * gen[axis] // train[axis] == own[axis]
+                for place, own in zip(self.train.coordinates(), self.coordinates(), strict=True)
+                for axis in MODEL_AXES
+            )
+            and self._experts_nest
+        )
+
+    @property
+    def _experts_nest(self) -> bool:
+        """True if every rank generates with the experts that it trains; always for one part and one shard, as without."""
+        if self.sizes.tp_size == 1:
+            return True
+        train, gen = self.train.sizes, self.sizes
+        sizes = {"ep": (train.expert_parts, gen.expert_parts), "etp": (train.expert_shards, gen.expert_shards)}
+        return all(
+            size % gen_size == 0 and place[axis] * gen_size // size == (own["tp"] if gen_size > 1 else 0)
+            for place, own in zip(ExpertGrid(self.train).coordinates(), self.coordinates(), strict=True)
+            for axis, (size, gen_size) in sizes.items()
         )
 
     @cached_property
@@ -96,6 +119,17 @@ class GenerationGrid(Mesh):
     def _replica_axes(self) -> list[str]:
         """Axes along which training replicates the model, slowest first."""
         return [axis for axis in reversed(self.train.axes) if axis not in MODEL_AXES]
+
+    @cached_property
+    def _follows_experts(self) -> bool:
+        train, gen = self.train.sizes, self.sizes
+        return (
+            self.grouping is Grouping.INTERVAL
+            and gen.expert_parts > 1
+            and train.expert_shards == 1
+            and train.expert_parts % gen.expert_parts == 0
+            and train.pp_size % gen.pp_size == 0
+        )
 
     @cached_property
     def _is_consecutive(self) -> bool:
@@ -140,6 +174,20 @@ class GenerationGrid(Mesh):
         return replica * self.strides["replica"] + sum(
             indices[axis] * self.strides[axis] for axis in MODEL_AXES
         )
+
+    @cached_property
+    def _expert_places(self) -> dict[Coordinate, Coordinate]:
+        """Coordinate of a rank -> its coordinate among experts."""
+        return dict(zip(self.train.coordinates(), ExpertGrid(self.train).coordinates(), strict=True))
+
+    def _by_experts(self, place: Coordinate) -> int:
+        """Return the position of a rank when its generation shard contains the experts that it trains."""
+        train, own = self.train.sizes, self._expert_places[place]
+        parts, joined = train.expert_parts // self.sizes.expert_parts, train.pp_size // self.sizes.pp_size
+        tp_rank, rest = divmod(own["ep"], parts)
+        pp_rank, micro = divmod(own["pp"], joined)
+        replica = (own["edp"] * parts + rest) * joined + micro
+        return replica * self.strides["replica"] + pp_rank * self.strides["pp"] + tp_rank * self.strides["tp"]
 
     def __str__(self) -> str:
         return f"generation {self.sizes} over training {self.train}"

@@ -115,21 +115,35 @@ class Sizes:
     def __str__(self) -> str:
         written = [str(size) for _, size in self.items()][: self.form.count("-") + 1]
         named = [
-            f" {letter}={size}" for name, letter in self.named.items() if (size := getattr(self, name)) > 1
+            f" {letter}={getattr(self, name)}"
+            for name, letter in self.named.items()
+            if getattr(self, name) != self._usual(name)
         ]
         return "-".join(written) + "".join(named)
+
+    def _usual(self, name: str) -> int:
+        """Return the size of a field in `named` that is not written."""
+        return 1
 
 
 @dataclass(frozen=True, order=True)
 class TrainSizes(Sizes):
-    """(p, t, d): pipeline stages, tensor shards, data-parallel replicas; c and v are 1 unless they are named.
+    """(p, t, d): pipeline stages, tensor shards, data-parallel replicas; c, v and e are 1 and etp is t unless they are named.
 
-    Raises TopologyError for virtual stages without a pipeline.
+    Mixture-of-experts layers divide the t·d·c ranks of a stage in their own way: e parts of the experts, each expert over
+    etp ranks.
+
+    Raises TopologyError for virtual stages without a pipeline, or for e·etp that do not divide the ranks of a stage.
     """
 
     form = "p-t-d"
     example = "2-2-1"
-    named: ClassVar[dict[str, str]] = {"cp_size": "c", "virtual_stages": "v"}
+    named: ClassVar[dict[str, str]] = {
+        "cp_size": "c",
+        "virtual_stages": "v",
+        "expert_parts": "e",
+        "expert_shards": "etp",
+    }
     pp_size: int
     tp_size: int
     dp_size: int
@@ -137,9 +151,21 @@ class TrainSizes(Sizes):
     """Ranks that share the tokens of every row."""
     virtual_stages: int = 1
     """Blocks of layers of each pipeline stage, for the interleaved schedule: block k of stage s is block k·p + s."""
+    expert_parts: int = 1
+    """Parts into which the experts of a layer are divided."""
+    expert_shards: int = 0
+    """Tensor shards of an expert; 0 for as many as other weights have."""
 
     def __post_init__(self) -> None:
+        if self.expert_shards == 0:
+            object.__setattr__(self, "expert_shards", self.tp_size)
         super().__post_init__()
+        both, ranks = self.expert_parts * self.expert_shards, self.num_ranks // self.pp_size
+        if ranks % both:
+            raise TopologyError(
+                f"e·etp = {self.expert_parts}·{self.expert_shards} = {both} does not divide the {ranks} ranks of a stage of"
+                f" {self}; choose e·etp from {', '.join(map(str, divisors(ranks)))}"
+            )
         if self.virtual_stages > 1 and self.pp_size == 1:
             raise TopologyError(
                 f"v={self.virtual_stages} virtual stages need pipeline stages, and p=1; choose p of at least 2, or v=1"
@@ -150,10 +176,18 @@ class TrainSizes(Sizes):
         """p·t: the ranks with different weights."""
         return math.prod(self[axis] for axis in MODEL_AXES)
 
+    def _usual(self, name: str) -> int:
+        return self.tp_size if name == "expert_shards" else 1
+
     @property
     def replica_size(self) -> int:
         """p·t·c: the ranks that train on the same rows."""
         return self.num_ranks // self.dp_size
+
+    @property
+    def shares_experts(self) -> bool:
+        """True if replicas compute with one another's experts, so that they must take part in the same passes."""
+        return self.tp_size * self.cp_size % (self.expert_parts * self.expert_shards) != 0
 
     def passes_per_block(self, num_micro_batches: int) -> int:
         """Return the micro-batches that a block of layers of the interleaved schedule computes before the next one does.
@@ -171,12 +205,29 @@ class TrainSizes(Sizes):
 
 @dataclass(frozen=True, order=True)
 class GenSizes(Sizes):
-    """(p_g, t_g): pipeline stages and tensor shards of one engine of `num_ranks` ranks."""
+    """(p_g, t_g): pipeline stages and tensor shards of one engine of `num_ranks` ranks.
+
+    Experts are sharded over the t_g ranks too, or divided into e_g = t_g parts, as vLLM can do it; TopologyError for others.
+    """
 
     form = "p_g-t_g"
     example = "1-2"
+    named: ClassVar[dict[str, str]] = {"expert_parts": "e"}
     pp_size: int
     tp_size: int
+    expert_parts: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.expert_parts not in (1, self.tp_size):
+            raise TopologyError(
+                f"e={self.expert_parts} must be 1 (each expert sharded over t_g ranks) or t_g={self.tp_size} (whole experts)"
+            )
+
+    @property
+    def expert_shards(self) -> int:
+        """Tensor shards of an expert."""
+        return self.tp_size // self.expert_parts
 
     def nests_in(self, train: TrainSizes) -> bool:
         """True if p_g divides p and t_g divides t, so that training shards can be parts of generation shards.

@@ -25,29 +25,47 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
 
 from hybridengine.backends.megatron.attention import PackedAttention, RmsNorm
 from hybridengine.config.role_sections import OptimizerSection
-from hybridengine.families.family import NameSet
+from hybridengine.families.family import ExpertSizes, NameSet
+from hybridengine.families.registry import FAMILIES
+from hybridengine.models.shapes import ModelShape
 
 
-def stage_spec(names: NameSet, qk_norm: bool, num_layers: int) -> TransformerBlockSubmodules:
-    """Return the spec of one pipeline stage of a dense decoder, with parameters named as in `names`."""
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # type: ignore[attr-defined]  # 0.16 looks it up without Transformer Engine too
+
+
+def stage_spec(names: NameSet, shape: ModelShape, layers: range) -> TransformerBlockSubmodules:
+    """Return the spec of a pipeline stage with these layers of a decoder, with parameters named as in `names`."""
+    specs = [_layer_spec(names, shape, shape.expert_layer(layer)) for layer in layers]
     if names is NameSet.TRANSFORMER_ENGINE:
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)
-        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=TENorm)  # type: ignore[arg-type]
-    layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+        return TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)  # type: ignore[arg-type]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RmsNorm)  # type: ignore[arg-type]
+
+
+def _layer_spec(names: NameSet, shape: ModelShape, experts: ExpertSizes | None) -> ModuleSpec:
+    qk_norm, num_experts = FAMILIES[shape.family].qk_norm, experts.num_experts if experts else None
+    if names is NameSet.TRANSFORMER_ENGINE:
+        return get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=qk_norm, num_experts=num_experts, moe_grouped_gemm=experts is not None
+        )
+    layer = get_gpt_layer_local_spec(
+        qk_layernorm=qk_norm, num_experts=num_experts, normalization="RMSNorm"
+    )
     attention: Any = layer.submodules.self_attention.submodules  # type: ignore[union-attr]
     attention.core_attention = PackedAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RmsNorm  # type: ignore[union-attr]
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RmsNorm)  # type: ignore[arg-type]
+    return layer
 
 
 @contextlib.contextmanager
@@ -82,7 +100,7 @@ def one_bucket_per_parameter(chunks: Iterable[nn.Module]) -> Iterator[None]:
 def split_parameter_buffers(replicated: Iterable[Any]) -> dict[nn.Parameter, torch.Tensor]:
     """Give each DDP bucket its own tensor, before an optimizer views the parameters; return parameter -> tensor."""
     tensors: dict[nn.Parameter, torch.Tensor] = {}
-    for buffer in (buffer for chunk in replicated for buffer in chunk.buffers):
+    for buffer in buffers(replicated):
         for bucket in buffer.buckets:
             own = torch.zeros_like(bucket.param_data)
             for parameter in bucket.params:
@@ -103,33 +121,49 @@ REDUCTION_ELEMENTS = 40_000_000
 def group_buckets(replicated: Iterable[Any]) -> None:
     """Reduce the gradients of consecutive buckets together, which DistributedDataParallel does with all of a module."""
     for chunk in replicated:
-        (whole,) = chunk.bucket_groups
-        parts, count = [[]], 0
-        for bucket in whole.buckets:
-            if count >= REDUCTION_ELEMENTS:
-                parts, count = [*parts, []], 0
-            parts[-1].append(bucket)
-            count += bucket.grad_data.numel()
-        group, size = (
-            whole.intra_distributed_optimizer_instance_group,
-            whole.intra_distributed_optimizer_instance_size,
-        )
-        chunk.bucket_groups = [type(whole)(part, whole.ddp_config, group, size) for part in parts]
+        chunk.bucket_groups = [part for whole in chunk.bucket_groups for part in _parts(whole)]
+        chunk.expert_parallel_bucket_groups = [
+            part for whole in chunk.expert_parallel_bucket_groups for part in _parts(whole)
+        ]
         chunk.param_to_bucket_group = {
-            parameter: one for one in chunk.bucket_groups for parameter in one.params
+            parameter: one for one in bucket_groups([chunk]) for parameter in one.params
         }
+
+
+def _parts(whole: Any) -> list[Any]:
+    """Return a group of buckets as several groups of about `REDUCTION_ELEMENTS`."""
+    parts, count = [[]], 0
+    for bucket in whole.buckets:
+        if count >= REDUCTION_ELEMENTS:
+            parts, count = [*parts, []], 0
+        parts[-1].append(bucket)
+        count += bucket.grad_data.numel()
+    ranks = whole.intra_distributed_optimizer_instance_group, whole.intra_distributed_optimizer_instance_size
+    return [type(whole)(part, whole.ddp_config, *ranks) for part in parts]
+
+
+def buffers(replicated: Iterable[Any]) -> list[Any]:
+    """Return the buffers of weights and gradients, those of experts last: they have replicas of their own."""
+    return [buffer for chunk in replicated for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+
+
+def bucket_groups(replicated: Iterable[Any]) -> list[Any]:
+    """Return the groups of buckets that are reduced together, those of experts last."""
+    return [
+        group for chunk in replicated for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+    ]
 
 
 def start_reductions(replicated: Iterable[Any]) -> None:
     """Start the reductions of gradients that no backward pass has started, where they are asynchronous."""
-    for group in (group for chunk in replicated for group in chunk.bucket_groups):
+    for group in bucket_groups(replicated):
         if group.ddp_config.overlap_grad_reduce and group.grad_reduce_handle is None:
             group.start_grad_sync()
 
 
 def drop_reductions(replicated: Iterable[Any]) -> None:
     """Wait for reductions of gradients that nobody needs any more."""
-    for group in (group for chunk in replicated for group in chunk.bucket_groups):
+    for group in bucket_groups(replicated):
         if group.grad_reduce_handle is not None:
             group.grad_reduce_handle.wait()
             group.grad_reduce_handle = None
@@ -137,12 +171,13 @@ def drop_reductions(replicated: Iterable[Any]) -> None:
 
 def skip_exchange_with_oneself(replicated: Iterable[Any]) -> None:
     """Skip collectives for gradients and weights that one rank holds alone, because these would copy them."""
-    for group in (group for chunk in replicated for group in chunk.bucket_groups):
+    for group in bucket_groups(replicated):
         if group.intra_distributed_optimizer_instance_size > 1:
             continue
         factors = {bucket.gradient_scaling_factor for bucket in group.buckets}
         assert factors == {1.0}, "losses are sums over tokens, which Megatron-core leaves as they are"
         group.start_grad_sync = lambda force_all_reduce=False: None
+        group.finish_grad_sync = lambda force_all_reduce=False: None
         group.start_param_sync = lambda force_sync=False: None
 
 

@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from hybridengine.backends.megatron.shim import device_shim, is_needed
+from hybridengine.topology.experts import ExpertGrid
 from hybridengine.topology.grid import Grid, Groups
 from hybridengine.weights.process_groups import ProcessGroups
 
@@ -28,8 +29,15 @@ _AXES = {
     "intra_dist_opt": ("tp", "cp", "dp", "pp"),
 }
 """Megatron's name of a group -> axes along which its ranks differ."""
-_ALONE = ("pos_embd", "ep", "expt_tp", "tp_ep", "tp_ep_pp", "expt_dp", "intra_expt_dp")
-"""Groups that are not used: position embeddings and experts."""
+_EXPERT_AXES = {
+    "ep": ("ep",),
+    "expt_tp": ("etp",),
+    "tp_ep": ("etp", "ep"),
+    "tp_ep_pp": ("etp", "ep", "pp"),
+    "expt_dp": ("edp",),
+    "intra_expt_dp": ("edp",),
+}
+"""Megatron's name of a group -> axes of the grid of experts along which its ranks differ."""
 
 
 def build_groups(grid: Grid, registry: ProcessGroups) -> ProcessGroupCollection:
@@ -37,9 +45,15 @@ def build_groups(grid: Grid, registry: ProcessGroups) -> ProcessGroupCollection:
     groups = {
         name: grid.groups(*(axis for axis in axes if axis in grid.axes)) for name, axes in _AXES.items()
     }
-    groups |= dict.fromkeys(_ALONE, grid.groups())
+    experts = ExpertGrid(grid)
+    groups |= {name: _ascending(experts.groups(*axes)) for name, axes in _EXPERT_AXES.items()}
+    groups["pos_embd"] = grid.groups()  # there are no embeddings of positions
     groups["embd"] = embedding_groups(grid)
     return ProcessGroupCollection(**{name: registry.of(ranks) for name, ranks in groups.items()})
+
+
+def _ascending(groups: Groups) -> Groups:
+    return tuple(tuple(sorted(group)) for group in groups)
 
 
 def embedding_groups(grid: Grid) -> Groups:

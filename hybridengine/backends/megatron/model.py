@@ -131,7 +131,7 @@ def transformer_config(
             f"fp8={settings.fp8} needs a GPU and Transformer Engine, which this process does not have; install"
             " requirements/gpu.lock.txt on a machine with a GPU, or set fp8=none"
         )
-    of_family = FAMILIES[shape.family].megatron_config()
+    of_family = FAMILIES[shape.family].megatron_config(shape)
     of_family["activation_func"] = getattr(F, of_family["activation_func"])
     config = TransformerConfig(
         **of_family,
@@ -145,6 +145,11 @@ def transformer_config(
         tensor_model_parallel_size=sizes.tp_size,
         pipeline_model_parallel_size=sizes.pp_size,
         context_parallel_size=sizes.cp_size,
+        expert_model_parallel_size=sizes.expert_parts,
+        expert_tensor_parallel_size=sizes.expert_shards,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none",
+        moe_grouped_gemm=has_te and shape.experts is not None,
         batch_p2p_comm=False,  # batched sends wait for the device, and with one peer exchange activation and gradient
         overlap_p2p_comm=sizes.virtual_stages > 1,
         pipeline_dtype=DTYPES[dtype],
@@ -197,7 +202,7 @@ def build_chunks(
             last = block == len(blocks) - 1
             model = GPTModel(
                 config=config,
-                transformer_layer_spec=stage_spec(names, config.qk_layernorm, len(blocks[block])),  # type: ignore[arg-type]
+                transformer_layer_spec=stage_spec(names, shape, blocks[block]),  # type: ignore[arg-type]
                 vocab_size=padded_vocab_size(shape.vocab_size, sizes.tp_size),
                 max_sequence_length=shape.max_positions,
                 pre_process=block == 0,
@@ -224,7 +229,13 @@ def build_chunks(
 
 
 def _mark_sharded(model: GPTModel) -> None:
-    """Mark sharded weights as Megatron's initialisation does, so that the gradient norm excludes duplicates."""
+    """Mark sharded weights as Megatron's initialisation does, so that the gradient norm excludes duplicates.
+
+    Experts have replicas of their own, which Megatron-core overlooks where all experts are on each rank (e = 1).
+    """
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RowParallelLinear):
             dim = 1 if isinstance(module, RowParallelLinear) else 0

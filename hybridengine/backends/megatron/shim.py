@@ -13,7 +13,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -23,6 +25,34 @@ _CPU = torch.device("cpu")
 def is_needed() -> bool:
     """True if there is no GPU; evaluated once, before the shim simulates one."""
     return not torch.cuda.is_available()
+
+
+_all_gather, _reduce_scatter = dist.all_gather, dist.reduce_scatter
+
+
+def _gather(outputs: list[torch.Tensor], tensor: torch.Tensor, **settings: Any) -> Any:
+    """Gather tensors that may differ in their first dim, which Gloo refuses: padded to the longest."""
+    if not _are_uneven(outputs):
+        return _all_gather(outputs, tensor, **settings)
+    padded = tensor.new_zeros(max(output.size(0) for output in outputs), *tensor.shape[1:])
+    padded[: tensor.size(0)] = tensor
+    whole = [torch.empty_like(padded) for _ in outputs]
+    _all_gather(whole, padded, **settings)
+    for output, part in zip(outputs, whole, strict=True):
+        output.copy_(part[: output.size(0)])
+
+
+def _scatter(output: torch.Tensor, tensors: list[torch.Tensor], *, group: dist.ProcessGroup) -> Any:
+    """Sum tensors that may differ in their first dim, which Gloo refuses, and keep this rank's."""
+    if not _are_uneven(tensors):
+        return _reduce_scatter(output, tensors, group=group)
+    whole = torch.cat(tensors)
+    dist.all_reduce(whole, group=group)
+    output.copy_(whole.split([tensor.size(0) for tensor in tensors])[group.rank()])
+
+
+def _are_uneven(tensors: list[torch.Tensor]) -> bool:
+    return len({tensor.shape for tensor in tensors}) > 1
 
 
 class _CudaToCpu(TorchFunctionMode):
@@ -55,8 +85,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _no_stream(*args: Any, **kwargs: Any) -> Any:
     """Replace a CUDA stream, which is unnecessary because CPU operations run in order."""
-    methods = ("wait_stream", "wait_event", "record_event", "synchronize")
-    return SimpleNamespace(**dict.fromkeys(methods, _nothing))
+    methods = dict.fromkeys(("wait_stream", "wait_event", "synchronize"), _nothing)
+    return SimpleNamespace(**methods, record_event=lambda *_: SimpleNamespace(synchronize=_nothing))
 
 
 def _random_state(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -85,10 +115,19 @@ _ANSWERS: dict[str, Any] = {
     "random.set_rng_state": _set_random_state,
 }
 
-_MEGATRON_ANSWERS: dict[str, Any] = {
+def _as_host_tensor(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+_OTHER_ANSWERS: tuple[tuple[Any, str, Any], ...] = (
     # Megatron-core's own would queue each new state, with a stack, until CUDA is initialized: for ever.
-    "_set_cuda_rng_state": _set_random_state,
-}
+    (megatron_random, "_set_cuda_rng_state", _set_random_state),
+    # Its own converts only tensors that come from a GPU to NumPy's.
+    (token_dispatcher, "maybe_move_tensor_to_cpu", _as_host_tensor),
+    # Experts that several ranks share are sent as many tokens as they are routed.
+    (dist, "all_gather", _gather),
+    (dist, "reduce_scatter", _scatter),
+)
 
 _is_active = False
 
@@ -103,12 +142,12 @@ def device_shim() -> Iterator[None]:
     kept = list[tuple[Any, str, Any]]()
     _is_active = True
     try:
-        for start, answers in ((torch.cuda, _ANSWERS), (megatron_random, _MEGATRON_ANSWERS)):
-            for path, answer in answers.items():
-                *owners, name = path.split(".")
-                owner = functools.reduce(getattr, owners, start)
-                kept.append((owner, name, getattr(owner, name)))
-                setattr(owner, name, answer)
+        answers = [(torch.cuda, path, answer) for path, answer in _ANSWERS.items()]
+        for start, path, answer in (*answers, *_OTHER_ANSWERS):
+            *owners, name = path.split(".")
+            owner = functools.reduce(getattr, owners, start)
+            kept.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, answer)
         with _CudaToCpu():
             yield
     finally:

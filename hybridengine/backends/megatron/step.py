@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.models.gpt import GPTModel
@@ -116,6 +117,16 @@ class PipelineRunner:
         for module in self._modules:
             module.train(mode)
 
+    def _num_passes(self, num_packs: int) -> int:
+        """Return the number of passes: at least p for the interleaved schedule, and as many as replicas with which experts
+        are shared. Collective over the replicas."""
+        least = num_packs if len(self._modules) == 1 else max(num_packs, self.groups.pp.size())
+        if not self._sizes.shares_experts:
+            return least
+        most = torch.tensor(least, device=device())
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.groups.dp)
+        return int(most)
+
     def _run(self, batches: Sequence[MicroBatch], loss: LossFunction, forward_only: bool) -> list[Any]:
         def step(iterator: Iterator[Pack], module: torch.nn.Module) -> tuple[Tensor, Any]:
             pack, chunk = next(iterator), self._chunks[module]
@@ -138,10 +149,9 @@ class PipelineRunner:
         with device_shim():
             num_stages, num_chunks = self.groups.pp.size(), len(self._modules)
             packs = self._packing.packs(batches, same_size=num_stages > 1)
+            # The last one has a loss, which gives every parameter a gradient: reductions wait for them.
+            packs = [self._packing.empty_like(packs[0])] * (self._num_passes(len(packs)) - len(packs)) + packs
             if num_chunks > 1:
-                # The interleaved schedule needs at least p micro-batches. The last one has a loss, which gives every
-                # parameter a gradient: reductions wait for them.
-                packs = [self._packing.empty_like(packs[0])] * (num_stages - len(packs)) + packs
                 self._config.microbatch_group_size_per_vp_stage = self._sizes.passes_per_block(len(packs))
             run = get_forward_backward_func(
                 pp_size=num_stages, vp_size=num_chunks if num_chunks > 1 else None

@@ -117,8 +117,7 @@ class MegatronTrainer(MegatronModel):
         owners, by_name = compat.split_parameter_buffers(self._replicated), self._parameters()
         by_owner = {name: owners[parameter] for name, parameter in by_name.items()}
         self.weights = WeightStorage(by_name, by_owner, current=self._parameters)
-        buffers: list[Any] = [buffer for chunk in self._replicated for buffer in chunk.buffers]
-        self._gradients: list[Tensor] = [buffer.grad_data for buffer in buffers]
+        self._gradients: list[Tensor] = [buffer.grad_data for buffer in compat.buffers(self._replicated)]
         self._gradient_bytes = [buffer.untyped_storage().nbytes() for buffer in self._gradients]
         self._runner = PipelineRunner(self._replicated, self._chunks, grid.sizes, self.groups)
 

@@ -42,7 +42,7 @@ class Holding:
 def training_holding(shape: ModelShape, sizes: TrainSizes) -> Holding:
     """Return the parameters that a rank trains; t divides evenly, so that the ranks of a stage are equal."""
     return _most(
-        megatron_shard(shape, sizes, stage, 0, NameSet.LOCAL) for stage in _busy_stages(sizes.pp_size)
+        megatron_shard(shape, sizes, (stage, 0, 0, 0), NameSet.LOCAL) for stage in _busy_stages(sizes.pp_size)
     )
 
 
