@@ -16,6 +16,7 @@ MIXTRAL = MixtureFamily(
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.001,
     },
+    built_config={"num_local_experts": 8, "sliding_window": None},
     has_window=True,
     block="block_sparse_moe.",
     halves=("w1", "w3"),

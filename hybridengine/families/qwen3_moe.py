@@ -39,6 +39,12 @@ QWEN3_MOE = Qwen3Moe(
         "norm_topk_prob": False,
         "router_aux_loss_coef": 0.001,
     },
+    built_config={
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
     qk_norm=True,
     keys={
         "num_experts": "num_experts",

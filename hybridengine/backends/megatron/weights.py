@@ -16,6 +16,7 @@ from hybridengine.errors import CheckpointError
 from hybridengine.files import writing
 from hybridengine.models.shapes import SCORE_HEAD
 from hybridengine.reshard.compiler import compile_plan
+from hybridengine.reshard.domains import domains
 from hybridengine.reshard.layout import hf_layout
 from hybridengine.topology.grid import group_with
 from hybridengine.weights.executor import PlanExecutor
@@ -66,16 +67,17 @@ def save_weights(
     """
     model.expect_weights()
     world, fault = registry.of(model.grid.groups(*model.grid.axes)), None
-    replicas = registry.of(model.grid.groups("pp", "tp"))
-    replica = group_with(0, model.grid.groups("pp", "tp"))
-    if model.rank in replica:
+    checkpoint = hf_layout(model.shape)
+    groups = domains(model.layout, checkpoint)
+    own, senders = registry.of(groups), group_with(0, groups)
+    if model.rank in senders:
         whole = _empty_checkpoint(model)
         executor = PlanExecutor(
-            compile_plan(model.layout, hf_layout(model.shape), replica),
+            compile_plan(model.layout, checkpoint, senders),
             model.rank,
             model.weights,
             whole,
-            PointToPointTransport(replicas),
+            PointToPointTransport(own),
             StorageLedger({"model": model.weights, "checkpoint": whole}),
             release_source=False,
         )

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridengine.backends.vllm.plain_weights import keep_plain_weights
 from hybridengine.config import RunConfig
 from hybridengine.topology.generation import GenerationGrid
 
@@ -63,7 +64,7 @@ def build_llm(
     from vllm import LLM
 
     if not on_gpu:
-        _keep_plain_weights()
+        keep_plain_weights()
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override kv_cache_memory_bytes
     os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(str(len(stage)) for stage in stages)
     return LLM(
@@ -74,6 +75,7 @@ def build_llm(
         dtype=settings.dtype,  # type: ignore[arg-type]
         tensor_parallel_size=generation.sizes.tp_size,
         pipeline_parallel_size=generation.sizes.pp_size,
+        enable_expert_parallel=generation.sizes.expert_parts > 1,
         distributed_executor_backend="external_launcher",
         enforce_eager=not settings.cuda_graphs,
         enable_sleep_mode=bool(settings.cuda_graphs),
@@ -90,16 +92,6 @@ def build_llm(
         async_scheduling=False,  # decision 0044
         disable_log_stats=True,
     )
-
-
-def _keep_plain_weights() -> None:
-    """Prevent vLLM's CPU linear layers from repacking their weights into handles that a switch could not fill."""
-    from vllm.model_executor.layers import utils
-
-    def plain_linear(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    utils.dispatch_cpu_unquantized_gemm = plain_linear
 
 
 def prepare_pipeline(runner: Any, generation: GenerationGrid) -> None:

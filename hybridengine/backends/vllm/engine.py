@@ -23,6 +23,7 @@ from hybridengine.backends.vllm.construction import (
     process_state_kept,
 )
 from hybridengine.backends.vllm.groups import install_groups
+from hybridengine.backends.vllm.host_segments import HostSegments
 from hybridengine.backends.vllm.requests import RunningRequests
 from hybridengine.backends.vllm.sleeping import CuMemSegments, SleepingWeights
 from hybridengine.errors import DataError, StorageError
@@ -64,11 +65,7 @@ class VllmEngine:
         self._engine = self._llm.llm_engine
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         prepare_pipeline(self._runner, generation)
-        self.weights = (
-            SleepingWeights(self._parameters(), self._runner.model.buffers(), CuMemSegments())
-            if settings.cuda_graphs
-            else WeightStorage(self._parameters(), current=self._parameters)
-        )
+        self.weights = self._make_weights(on_gpu and bool(settings.cuda_graphs), on_gpu)
         self.version = 0
         """Version of the weights that produce the next tokens."""
         self._caches = _cache_storages(self._runner.kv_caches)
@@ -76,8 +73,27 @@ class VllmEngine:
         self._settings, self._vocab_size = settings, shape.vocab_size
         self._is_ready = True
 
+    def _make_weights(self, sleeps: bool, on_gpu: bool) -> WeightStorage:
+        model = self._runner.model
+        if on_gpu and not sleeps:
+            return WeightStorage(self._parameters(), current=self._parameters)
+        whole = dict(model.named_parameters())
+        segments = (
+            CuMemSegments()
+            if on_gpu
+            else HostSegments(whole, {name: one.size(0) for name, one in whole.items() if one.dim() == 3})
+        )
+        return SleepingWeights(self._parameters(), model.buffers(), segments, self._parameters)
+
     def _parameters(self) -> dict[str, Tensor]:
-        return dict(self._runner.model.named_parameters())
+        """Return the model's parameters by their names in the layout: those of experts one by one."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._runner.model.named_parameters():
+            if parameter.dim() < 3:
+                found[name] = parameter
+            else:
+                found |= {f"{name}[{place}]": part for place, part in enumerate(parameter)}
+        return found
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -44,9 +44,9 @@ def install_groups(generation: GenerationGrid, identity: str) -> None:
     parallel_state._NODE_COUNT = parallel_state._node_count(parallel_state._WORLD.cpu_group)
     parallel_state._TP = _group(tensor, "tp")
     parallel_state._PP = _group(pipeline, "pp")
-    for axis in ("_DP", "_EP", "_DCP", "_PCP"):
+    for axis in ("_DP", "_DCP", "_PCP"):
         setattr(parallel_state, axis, _group(singles, axis.strip("_").lower()))
-    parallel_state._ETP = parallel_state._TP
+    parallel_state._ETP = parallel_state._EP = parallel_state._TP  # experts are shared among the same ranks
     _installed[:] = [wanted]
 
 

@@ -7,7 +7,7 @@ torch gives every large tensor a segment of its own, and small ones share. vLLM'
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -68,8 +68,14 @@ class SleepingWeights(WeightStorage):
         kept: other tensors of the model, such as its buffers; their segments stay mapped.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], kept: Iterable[Tensor], segments: Segments) -> None:
-        super().__init__(tensors)
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        kept: Iterable[Tensor],
+        segments: Segments,
+        current: Callable[[], Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        super().__init__(tensors, current=current)
         self._segments, self._starts = segments, sorted(segments.bounds)
         self._live = set(self.names)
         self._of = {name: self._segment(self[name]) for name in self.names}
@@ -77,6 +83,9 @@ class SleepingWeights(WeightStorage):
         self._inside: dict[int, set[str]] = {}
         for name, start in self._of.items():
             self._inside.setdefault(start, set()).add(name)
+
+    def _check_ownership(self) -> None:
+        """Segments, not storages, are what a parameter owns."""
 
     def _segment(self, tensor: Tensor) -> int:
         """Return the first address of a tensor's segment; -1 for one of other memory, which stays."""
@@ -102,7 +111,8 @@ class SleepingWeights(WeightStorage):
         return start < 0 or start in self._in_use or not self._inside[start].isdisjoint(self._live)
 
     def part(self, names: Iterable[str], zero: Iterable[str] = ()) -> StoragePart:
-        return _SleepingPart(self, tuple(names), tuple(zero))
+        names = tuple(names)
+        return _SleepingPart(self, names, tuple(set(names) & set(zero)))
 
     def fall_asleep(self, names: Iterable[str]) -> None:
         """Release parameters, and unmap the segments without any other."""

@@ -121,9 +121,7 @@ def live_through_rounds(rank: int, folder: Path, sizes: tuple[str, str, RankOrde
     cache = engine._llm.llm_engine.vllm_config.cache_config
     outcome = Outcome(
         replica=generation.coordinate(rank).replica_rank,
-        vllm_parameters={
-            name: tuple(parameter.shape) for name, parameter in engine._runner.model.named_parameters()
-        },
+        vllm_parameters={name: tuple(engine.weights[name].shape) for name in engine.weights.names},
         layout_parameters={p.name: p.shape for p in engine.layout.shard(rank).parameters},
         generators_kept=kept,
         num_threads=num_threads,
