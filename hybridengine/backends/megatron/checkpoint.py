@@ -338,7 +338,8 @@ def _saved(trainer: MegatronTrainer) -> Iterator[_Part]:
         parameter = shard.by_name[name]
         flat = trainer.weights[name].reshape(-1)[part.start : part.stop]
         for piece in pieces_in_range(parameter, part.start, part.stop):
-            if _first_holder(trainer, piece.tensor, piece.box) == key:
+            first = _first_holder(trainer, piece.tensor, piece.box)
+            if _divided_by(name, first) == _divided_by(name, key):
                 yield from _parts_of(piece, {WEIGHTS: flat, **_state(trainer, part)})
 
 
@@ -362,6 +363,11 @@ def _parts_of(piece: RangePiece, flats: dict[str, Tensor]) -> Iterator[_Part]:
     for kind, flat in flats.items():
         offset = flat.storage_offset() + piece.offset
         yield f"{kind}.{piece.tensor}", piece.box, flat.as_strided(piece.shape, piece.strides, offset)
+
+
+def _divided_by(name: str, key: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the part of a shard's key by which a parameter is divided; ranks that differ elsewhere share its optimizer."""
+    return (key[0], *key[2:]) if compat.is_of_expert(name) else key[:2]
 
 
 def _first_holder(trainer: MegatronTrainer, tensor: str, box: Box) -> tuple[int, ...]:

@@ -68,6 +68,11 @@ def _layer_spec(names: NameSet, shape: ModelShape, experts: ExpertSizes | None) 
     return layer
 
 
+def is_of_expert(name: str) -> bool:
+    """Return True for a parameter of an expert, which has other replicas than the rest of the model."""
+    return ".experts." in name
+
+
 @contextlib.contextmanager
 def fusion_without_apex() -> Iterator[None]:
     """Let Megatron-core build its output layer with fused gradients while the context is open.

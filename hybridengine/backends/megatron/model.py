@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from hybridengine.backends.megatron.compat import fusion_without_apex, stage_spec
+from hybridengine.backends.megatron.compat import fusion_without_apex, is_of_expert, stage_spec
 from hybridengine.backends.megatron.shim import device, device_shim, is_needed
 from hybridengine.backends.places import Places
 from hybridengine.backends.predictions import Predictions
@@ -234,7 +234,7 @@ def _mark_sharded(model: GPTModel) -> None:
     Experts have replicas of their own, which Megatron-core overlooks where all experts are on each rank (e = 1).
     """
     for name, parameter in model.named_parameters():
-        if ".experts." in name:
+        if is_of_expert(name):
             parameter.allreduce = False  # type: ignore[attr-defined]
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RowParallelLinear):
