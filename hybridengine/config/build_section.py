@@ -29,6 +29,14 @@ HF_KEYS = {
 """Names in a Hugging Face `config.json` of the values of `model.build` that it names differently."""
 
 
+EXPERT_FIELDS = {
+    "num_experts": "num_experts",
+    "num_active_experts": "num_active",
+    "expert_ffn_hidden_size": "ffn_hidden_size",
+}
+"""Value of `model.build` -> field of `ExpertSizes`."""
+
+
 class BuildSection(Section):
     """A small model that is built with random weights and its own tokenizer."""
 
@@ -40,6 +48,12 @@ class BuildSection(Section):
     """Width of the residual stream."""
     ffn_hidden_size: Count = 384
     """Width of the MLP."""
+    num_experts: Count = 8
+    """Experts of a layer, for families that are mixtures of experts."""
+    num_active_experts: Count = 2
+    """Experts that compute each token."""
+    expert_ffn_hidden_size: Count = 64
+    """Width of an expert."""
     num_heads: Count = 4
     """Query heads."""
     num_kv_heads: Count = 2
@@ -60,12 +74,15 @@ class BuildSection(Section):
     def hf_config(self) -> dict[str, Any]:
         """Return the contents of the model's Hugging Face `config.json`."""
         family = FAMILIES[self.family]
+        values = self.model_dump()
+        experts = {field: values.pop(name) for name, field in EXPERT_FIELDS.items()}
         return {
             "architectures": [family.architectures[0]],
-            **{HF_KEYS.get(name, name): value for name, value in self.model_dump().items()},
+            **{HF_KEYS.get(name, name): value for name, value in values.items()},
             "rms_norm_eps": 1e-6,
             "hidden_act": "silu",
             **family.built_config,
+            **{key: experts[field] for field, key in family.expert_keys.items() if field in experts},
         }
 
     def shape(self) -> ModelShape:

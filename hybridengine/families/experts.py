@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hybridengine.families.family import (
     Columns,
     DecoderSizes,
     Entry,
-    ExpertSizes,
     Family,
     NameSet,
     Rows,
@@ -33,18 +32,14 @@ class MixtureFamily(Family):
     halves: tuple[str, str] = ("gate_proj", "up_proj")
     """Names of the projections whose outputs are multiplied; the first one's goes through the activation."""
     down: str = "down_proj"
-    keys: Mapping[str, str] = field(default_factory=dict)
-    """Field of `ExpertSizes` -> key in config.json."""
-
-    def experts_of(self, config: Mapping[str, Any]) -> ExpertSizes:
-        return ExpertSizes(**{name: config[key] for name, key in self.keys.items() if key in config})
 
     def refusals(self, config: Mapping[str, Any]) -> Iterator[str]:
         yield from super().refusals(config)
         experts = self.experts_of(config)
+        assert experts is not None, "a mixture has experts"
         if not 1 <= experts.num_active <= experts.num_experts:
             yield (
-                f"{self.keys['num_active']}={experts.num_active} must be between 1 and the {experts.num_experts} experts;"
+                f"{self.expert_keys['num_active']}={experts.num_active} must be between 1 and the {experts.num_experts} experts;"
                 " restore the model's original config.json"
             )
 

@@ -146,6 +146,9 @@ class Family:
     qk_norm: bool = False
     """True if each query and key head has an RMS norm."""
 
+    expert_keys: Mapping[str, str] = field(default_factory=dict)
+    """Field of `ExpertSizes` -> key in config.json; empty for a dense family."""
+
     @property
     def architectures(self) -> tuple[str, str]:
         """(language model, model with a score head): class names for `architectures` in config.json."""
@@ -153,7 +156,9 @@ class Family:
 
     def experts_of(self, config: Mapping[str, Any]) -> ExpertSizes | None:
         """Return the experts that a config.json, with `defaults` filled in, describes; None for a dense family."""
-        return None
+        if not self.expert_keys:
+            return None
+        return ExpertSizes(**{name: config[key] for name, key in self.expert_keys.items() if key in config})
 
     def refusals(self, config: Mapping[str, Any]) -> Iterator[str]:
         """Yield the features of a config.json, with `defaults` filled in, that the tables do not support."""

@@ -16,12 +16,12 @@ MIXTRAL = MixtureFamily(
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.001,
     },
-    built_config={"num_local_experts": 8, "sliding_window": None},
+    built_config={"sliding_window": None},
     has_window=True,
     block="block_sparse_moe.",
     halves=("w1", "w3"),
     down="w2",
-    keys={
+    expert_keys={
         "num_experts": "num_local_experts",
         "num_active": "num_experts_per_tok",
         "ffn_hidden_size": "intermediate_size",

@@ -12,7 +12,7 @@ from hybridengine.families.family import ExpertSizes
 class Qwen3Moe(MixtureFamily):
     """Qwen3-MoE, whose configuration could also give some layers an MLP."""
 
-    def experts_of(self, config: Mapping[str, Any]) -> ExpertSizes:
+    def experts_of(self, config: Mapping[str, Any]) -> ExpertSizes | None:
         # transformers 5 writes the number of experts under another name than the published files have.
         return super().experts_of({**config, "num_experts": config.get("num_local_experts", config["num_experts"])})
 
@@ -39,14 +39,9 @@ QWEN3_MOE = Qwen3Moe(
         "norm_topk_prob": False,
         "router_aux_loss_coef": 0.001,
     },
-    built_config={
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-    },
+    built_config={"norm_topk_prob": True},
     qk_norm=True,
-    keys={
+    expert_keys={
         "num_experts": "num_experts",
         "num_active": "num_experts_per_tok",
         "ffn_hidden_size": "moe_intermediate_size",

@@ -23,10 +23,6 @@ EXPERTS: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "norm_topk_prob": True,
 }
 NUM_LAYERS, NUM_HEADS, NUM_EXPERTS = 4, 8, 8
 

@@ -22,6 +22,9 @@ SIZES = {
     "max_position_embeddings": 128,
 }
 
+EXPERTS = {"num_experts": 8, "num_active": 2, "ffn_hidden_size": 48}
+"""Fields of `ExpertSizes`."""
+
 
 def write_model(
     folder: Path, family: str, tied: bool = False, dtype: str = "float32", num_labels: int = 0, **sizes: Any
@@ -34,7 +37,8 @@ def write_model(
     """
     described = FAMILIES[family]
     labels = {"num_labels": num_labels} if num_labels else {}
-    values = {**SIZES, **described.built_config, **labels, **sizes, "tie_word_embeddings": tied}
+    experts = {key: EXPERTS[field] for field, key in described.expert_keys.items() if field in EXPERTS}
+    values = {**SIZES, **described.built_config, **experts, **labels, **sizes, "tie_word_embeddings": tied}
     config = getattr(transformers, f"{described.hf_prefix}Config")(**values)
     model: PreTrainedModel = getattr(transformers, described.architectures[bool(num_labels)])(config)
     generator = torch.Generator().manual_seed(20)
