@@ -39,8 +39,8 @@ class MixtureFamily(Family):
         assert experts is not None, "a mixture has experts"
         if not 1 <= experts.num_active <= experts.num_experts:
             yield (
-                f"{self.expert_keys['num_active']}={experts.num_active} must be between 1 and the {experts.num_experts} experts;"
-                " restore the model's original config.json"
+                f"{self.expert_keys['num_active']}={experts.num_active} must be between 1 and {experts.num_experts}, the"
+                " number of experts; restore the model's original config.json"
             )
 
     def mlp_tensors(self, sizes: DecoderSizes, layer: int) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,9 @@ class Qwen3Moe(MixtureFamily):
 
     def experts_of(self, config: Mapping[str, Any]) -> ExpertSizes | None:
         # transformers 5 writes the number of experts under another name than the published files have.
-        return super().experts_of({**config, "num_experts": config.get("num_local_experts", config["num_experts"])})
+        return super().experts_of(
+            {**config, "num_experts": config.get("num_local_experts", config["num_experts"])}
+        )
 
     def refusals(self, config: Mapping[str, Any]) -> Iterator[str]:
         yield from super().refusals(config)

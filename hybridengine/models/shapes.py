@@ -199,11 +199,10 @@ class ModelShape(DecoderSizes):
         if self.experts is None:
             if parts == 1:
                 return []
-            return [
-                f"{names[0]}={parts} divides experts, and {self.family} has none; choose {names[0]}=1"
-            ]
-        counts = (parts, "num_experts", self.experts.num_experts), (
-            shards, "moe ffn_hidden_size", self.experts.ffn_hidden_size
+            return [f"{names[0]}={parts} divides experts, and {self.family} has none; choose {names[0]}=1"]
+        counts = (
+            (parts, "num_experts", self.experts.num_experts),
+            (shards, "moe ffn_hidden_size", self.experts.ffn_hidden_size),
         )
         return [
             f"{name}={size} does not divide {what}={number}; choose one of its divisors"

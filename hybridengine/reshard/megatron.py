@@ -40,7 +40,9 @@ from hybridengine.topology.sizes import MODEL_AXES, TrainSizes
 def megatron_layout(shape: ModelShape, grid: Grid, names: NameSet = NameSet.LOCAL) -> Layout:
     """Return the layout of a GPTModel over the ranks of `grid`; PlanError if t ranks cannot share the model."""
     sizes = grid.sizes
-    problems = shape.tp_problems(sizes.tp_size) + shape.expert_problems(sizes.expert_parts, sizes.expert_shards)
+    problems = shape.tp_problems(sizes.tp_size) + shape.expert_problems(
+        sizes.expert_parts, sizes.expert_shards
+    )
     raise_all(problems, PlanError)
     keys: dict[int, ShardKey] = {
         rank: place.along(MODEL_AXES) for rank, place in enumerate(grid.coordinates())
@@ -78,7 +80,9 @@ def megatron_shard(shape: ModelShape, sizes: TrainSizes, key: ShardKey, names: N
             parameters += layer_parameters(entries, prefixes, shape.tensors, tp_rank, tp_size)
             if experts := shape.expert_layer(layer):
                 ep_rank, etp_rank = key[2:]
-                for place, number in enumerate(held_experts(experts.num_experts, ep_rank, sizes.expert_parts)):
+                for place, number in enumerate(
+                    held_experts(experts.num_experts, ep_rank, sizes.expert_parts)
+                ):
                     parameters += layer_parameters(
                         family.megatron_expert(shape, names, number, place),
                         prefixes,

@@ -43,4 +43,3 @@ class ExpertGrid(Mesh):
 
     def __str__(self) -> str:
         return f"experts of {self.train}"
-

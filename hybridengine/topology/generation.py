@@ -100,7 +100,10 @@ class GenerationGrid(Mesh):
         if self.sizes.tp_size == 1:
             return True
         train, gen = self.train.sizes, self.sizes
-        sizes = {"ep": (train.expert_parts, gen.expert_parts), "etp": (train.expert_shards, gen.expert_shards)}
+        sizes = {
+            "ep": (train.expert_parts, gen.expert_parts),
+            "etp": (train.expert_shards, gen.expert_shards),
+        }
         return all(
             size % gen_size == 0 and place[axis] * gen_size // size == (own["tp"] if gen_size > 1 else 0)
             for place, own in zip(ExpertGrid(self.train).coordinates(), self.coordinates(), strict=True)

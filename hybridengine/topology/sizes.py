@@ -128,7 +128,7 @@ class Sizes:
 
 @dataclass(frozen=True, order=True)
 class TrainSizes(Sizes):
-    """(p, t, d): pipeline stages, tensor shards, data-parallel replicas; c, v and e are 1 and etp is t unless they are named.
+    """(p, t, d): pipeline stages, tensor shards, data-parallel replicas; unless named, c, v and e are 1, and etp is t.
 
     Mixture-of-experts layers divide the t·d·c ranks of a stage in their own way: e parts of the experts, each expert over
     etp ranks.
@@ -163,8 +163,8 @@ class TrainSizes(Sizes):
         both, ranks = self.expert_parts * self.expert_shards, self.num_ranks // self.pp_size
         if ranks % both:
             raise TopologyError(
-                f"e·etp = {self.expert_parts}·{self.expert_shards} = {both} does not divide the {ranks} ranks of a stage of"
-                f" {self}; choose e·etp from {', '.join(map(str, divisors(ranks)))}"
+                f"e·etp = {self.expert_parts}·{self.expert_shards} = {both} does not divide the {ranks} ranks of a"
+                f" stage of {self}; choose e·etp from {', '.join(map(str, divisors(ranks)))}"
             )
         if self.virtual_stages > 1 and self.pp_size == 1:
             raise TopologyError(
@@ -207,7 +207,9 @@ class TrainSizes(Sizes):
 class GenSizes(Sizes):
     """(p_g, t_g): pipeline stages and tensor shards of one engine of `num_ranks` ranks.
 
-    Experts are sharded over the t_g ranks too, or divided into e_g = t_g parts, as vLLM can do it; TopologyError for others.
+    As vLLM can do it, each expert is sharded over the t_g ranks, or the experts are divided into e_g = t_g parts.
+
+    Raises TopologyError for another number of parts.
     """
 
     form = "p_g-t_g"
@@ -221,7 +223,8 @@ class GenSizes(Sizes):
         super().__post_init__()
         if self.expert_parts not in (1, self.tp_size):
             raise TopologyError(
-                f"e={self.expert_parts} must be 1 (each expert sharded over t_g ranks) or t_g={self.tp_size} (whole experts)"
+                f"e={self.expert_parts} must be 1 (each expert sharded over t_g ranks) or t_g={self.tp_size} (whole"
+                " experts); choose one of them"
             )
 
     @property

@@ -87,7 +87,9 @@ def saved_by(
     return Saved(folder, layouts, differing)
 
 
-@pytest.fixture(scope="module", params=[("qwen2", LAYOUTS), ("qwen3_moe", EXPERT_LAYOUTS)], ids=lambda one: one[0])
+@pytest.fixture(
+    scope="module", params=[("qwen2", LAYOUTS), ("qwen3_moe", EXPERT_LAYOUTS)], ids=lambda one: one[0]
+)
 def every_layout(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run_ranks: RankLauncher
 ) -> Saved:

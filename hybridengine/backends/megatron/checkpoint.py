@@ -366,7 +366,7 @@ def _parts_of(piece: RangePiece, flats: dict[str, Tensor]) -> Iterator[_Part]:
 
 
 def _divided_by(name: str, key: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the part of a shard's key by which a parameter is divided; ranks that differ elsewhere share its optimizer."""
+    """Return the part of a shard's key by which a parameter is divided; other ranks share its optimizer's state."""
     return (key[0], *key[2:]) if compat.is_of_expert(name) else key[:2]
 
 

@@ -36,7 +36,6 @@ from hybridengine.families.family import ExpertSizes, NameSet
 from hybridengine.families.registry import FAMILIES
 from hybridengine.models.shapes import ModelShape
 
-
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # type: ignore[attr-defined]  # 0.16 looks it up without Transformer Engine too
 
@@ -57,9 +56,7 @@ def _layer_spec(names: NameSet, shape: ModelShape, experts: ExpertSizes | None) 
         return get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=qk_norm, num_experts=num_experts, moe_grouped_gemm=experts is not None
         )
-    layer = get_gpt_layer_local_spec(
-        qk_layernorm=qk_norm, num_experts=num_experts, normalization="RMSNorm"
-    )
+    layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, num_experts=num_experts, normalization="RMSNorm")
     attention: Any = layer.submodules.self_attention.submodules  # type: ignore[union-attr]
     attention.core_attention = PackedAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RmsNorm  # type: ignore[union-attr]

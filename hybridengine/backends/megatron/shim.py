@@ -115,6 +115,7 @@ _ANSWERS: dict[str, Any] = {
     "random.set_rng_state": _set_random_state,
 }
 
+
 def _as_host_tensor(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 

@@ -118,8 +118,8 @@ class PipelineRunner:
             module.train(mode)
 
     def _num_passes(self, num_packs: int) -> int:
-        """Return the number of passes: at least p for the interleaved schedule, and as many as replicas with which experts
-        are shared. Collective over the replicas."""
+        """Return the number of passes: at least p for the interleaved schedule, and as many as in replicas that share
+        experts. Collective over the replicas."""
         least = num_packs if len(self._modules) == 1 else max(num_packs, self.groups.pp.size())
         if not self._sizes.shares_experts:
             return least

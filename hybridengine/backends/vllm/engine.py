@@ -78,11 +78,7 @@ class VllmEngine:
         if on_gpu and not sleeps:
             return WeightStorage(self._parameters(), current=self._parameters)
         whole = dict(model.named_parameters())
-        segments = (
-            CuMemSegments()
-            if on_gpu
-            else HostSegments(whole, {name: one.size(0) for name, one in whole.items() if one.dim() == 3})
-        )
+        segments = CuMemSegments(whole.values()) if on_gpu else HostSegments(whole)
         return SleepingWeights(self._parameters(), model.buffers(), segments, self._parameters)
 
     def _parameters(self) -> dict[str, Tensor]:

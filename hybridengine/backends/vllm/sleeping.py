@@ -6,8 +6,10 @@ torch gives every large tensor a segment of its own, and small ones share. vLLM'
 
 from __future__ import annotations
 
+import ctypes
+import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -33,30 +35,69 @@ class Segments(Protocol):
         ...
 
 
-class CuMemSegments:
-    """Segments that hold the weights of vLLM's model in this process."""
+GPU_PAGE_BYTES = 2 * 2**20
+"""Granularity of physical memory on a GPU."""
 
-    def __init__(self) -> None:
+
+def pieces(parameter: Tensor, num_bytes: int, page_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield (offset, bytes) of the parts of a parameter's memory that may come and go on their own.
+
+    It is one for a parameter of up to two dims, and for stacked experts the smallest number of experts that fills whole
+    pages: one expert of a large model.
+    """
+    step = num_bytes
+    if parameter.dim() == 3:
+        step = math.lcm(parameter.nbytes // parameter.size(0), page_bytes)
+    for offset in range(0, num_bytes, step):
+        yield offset, min(step, num_bytes - offset)
+
+
+class CuMemSegments:
+    """Segments that hold the weights of vLLM's model in this process; those of stacked experts are cut (`pieces`)."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
         from vllm.device_allocator import cumem
 
         self._cumem: Any = cumem
-        allocator = cumem.CuMemAllocator.get_instance()
-        self._data = {
-            start: data for start, data in allocator.pointer_to_data.items() if data.tag == "weights"
-        }
+        found = cumem.CuMemAllocator.get_instance().pointer_to_data
+        self._data = {start: data for start, data in found.items() if data.tag == "weights"}
+        self._handles = {start: data.handle for start, data in self._data.items()}
+        self._numbers: list[ctypes.c_ulonglong] = []
+        """The driver's numbers of the physical memory of pieces."""
+        for parameter in parameters:
+            if parameter.data_ptr() in self._data:
+                self._cut(parameter)
+        self.bounds: Mapping[int, int] = {start: handle[1] for start, handle in self._handles.items()}
 
-    @property
-    def bounds(self) -> Mapping[int, int]:
-        return {start: data.handle[1] for start, data in self._data.items()}
+    def _cut(self, parameter: Tensor) -> None:
+        """Map the pieces of a segment, which belongs to a parameter, in place of the whole."""
+        data = self._data[parameter.data_ptr()]
+        device, num_bytes, start, _ = data.handle
+        parts = list(pieces(parameter, num_bytes, GPU_PAGE_BYTES))
+        if len(parts) == 1:
+            return
+        torch.cuda.synchronize()
+        self._cumem.unmap_and_release(data.handle)
+        data.is_asleep = True  # to vLLM, which must not map the whole
+        del self._data[start]
+        for offset, size in parts:
+            self._numbers.append(ctypes.c_ulonglong())
+            handle = device, size, start + offset, ctypes.addressof(self._numbers[-1])
+            self._cumem.create_and_map(handle)
+            self._handles[start + offset] = handle
 
     def map(self, start: int) -> None:
-        self._cumem.create_and_map(self._data[start].handle)
-        self._data[start].is_asleep = False
+        self._cumem.create_and_map(self._handles[start])
+        self._note(start, is_asleep=False)
 
     def unmap(self, start: int) -> None:
         torch.cuda.synchronize()  # until nothing reads it
-        self._cumem.unmap_and_release(self._data[start].handle)
-        self._data[start].is_asleep = True
+        self._cumem.unmap_and_release(self._handles[start])
+        self._note(start, is_asleep=True)
+
+    def _note(self, start: int, *, is_asleep: bool) -> None:
+        if start in self._data:
+            self._data[start].is_asleep = is_asleep
 
 
 class SleepingWeights(WeightStorage):

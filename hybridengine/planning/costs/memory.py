@@ -50,7 +50,9 @@ def training_holding(shape: ModelShape, sizes: TrainSizes) -> Holding:
 def generation_holding(shape: ModelShape, train_pp_size: int, pp_size: int, tp_size: int) -> Holding:
     """Return the parameters of an engine's rank at (p_g, t_g), given `train_pp_size` training stages."""
     stages = shape.gen_stage_layers(train_pp_size, pp_size)
-    return _most(vllm_shard(shape, stages, stage, 0, GenSizes(pp_size, tp_size)) for stage in _busy_stages(pp_size))
+    return _most(
+        vllm_shard(shape, stages, stage, 0, GenSizes(pp_size, tp_size)) for stage in _busy_stages(pp_size)
+    )
 
 
 def _busy_stages(pp_size: int) -> list[int]:
