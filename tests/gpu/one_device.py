@@ -100,6 +100,13 @@ def device_bytes() -> DeviceBytes:
     )
 
 
+def pinned_bytes() -> int:
+    """Return the bytes of torch's allocator of pinned host memory, used or cached; 0 on a CPU."""
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.host_memory_stats()["allocated_bytes.current"]
+
+
 def forget_peak() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()

@@ -178,7 +178,17 @@ LEDGERS: Case = (
 )
 
 STATE_BYTES = int(0.6 * GIB)
-OFFLOADED = test_training.Offloaded(True, STATE_BYTES + STATE_BYTES // 3, STATE_BYTES, STATE_BYTES // 3, 1.0)
+OFFLOADED = test_training.Offloaded(
+    is_unchanged=True,
+    released_bytes=STATE_BYTES + STATE_BYTES // 3,
+    state_bytes=STATE_BYTES,
+    gradient_bytes=STATE_BYTES // 3,
+    grad_norm=1.0,
+    host_bytes=STATE_BYTES,
+    is_pinned=True,
+    host_growth_bytes=2 * STATE_BYTES // 3,
+    allocator_bytes=0,
+)
 STATE: Case = (
     test_training.test_offloaded_state_comes_back_bitwise,
     (),
@@ -186,6 +196,10 @@ STATE: Case = (
     {
         "other bits": [replace(OFFLOADED, is_unchanged=False)],
         "state stays": [replace(OFFLOADED, released_bytes=STATE_BYTES // 3)],
+        "pageable": [replace(OFFLOADED, is_pinned=False)],
+        "rounded up": [replace(OFFLOADED, host_bytes=GIB)],
+        "the first block stays": [replace(OFFLOADED, host_growth_bytes=STATE_BYTES)],
+        "cached": [replace(OFFLOADED, allocator_bytes=STATE_BYTES)],
     },
 )
 SAVES: Case = (
