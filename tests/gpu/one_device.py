@@ -1,6 +1,6 @@
-"""What the checks run on a rank: models without checkpoint files, a trainer and an engine in one HybridEngine, figures.
+"""Parts of the checks on a rank: models without checkpoint files, a trainer and an engine in one HybridEngine, figures.
 
-Everything takes the device of the machine, so that the same functions run on a CPU
+Everything runs on the device of the machine, so that the same functions run on a CPU
 (tests/full/engines/test_gpu_checks.py).
 """
 
@@ -70,7 +70,7 @@ BILLIONS = {
 }
 """Sizes of Qwen2.5-1.5B."""
 WEIGHT_STD = 0.02
-"""That of most models at their start: larger weights amplify the rounding of bfloat16 from layer to layer."""
+"""Standard deviation of weights, as most models have it at their start; larger ones amplify the rounding of bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def begin(rank: int) -> tuple[str, ProcessGroups]:
 
 
 def fill(weights: WeightStorage) -> None:
-    """Draw weights from a seed of each parameter's name: any process has the same on the same kind of device."""
+    """Draw each parameter from a seed that follows from its name: all processes have equal weights on equal devices."""
     for name in weights.names:
         generator = torch.Generator(weights[name].device).manual_seed(zlib.crc32(name.encode()))
         mean = 1.0 if "norm" in name and not name.endswith("bias") else 0.0
@@ -170,7 +170,7 @@ def make_hybrid(
     verify: Verify = Verify.FIRST,
     bucket_elements: int = BUCKET_ELEMENTS,
 ) -> tuple[HybridEngine, VllmEngine]:
-    """Return a HybridEngine of a trainer that is alone, built in the order of a run, and its engine."""
+    """Return a HybridEngine and its engine for a trainer of one rank, built in the order of a run."""
     trainer.leave_training()
     engine = VllmEngine(folder, trainer.shape, GenerationGrid(ALONE, GenSizes(1, 1)), settings, identity)
     plan = compile_plan(trainer.layout, engine.layout, (0,), bucket_elements)

@@ -124,7 +124,7 @@ def take_steps(rank: int, folder: Path) -> Steps:
 
 
 def check_adam(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
-    """Assert that a step is AdamW's, in float64, for the gradient that the first moment tells; return the largest
+    """Assert that a step is AdamW's, in float64, for the gradient that follows from the first moment; return the largest
     error.
 
     The error is relative to the learning rate, which is about the size of an update.
@@ -276,7 +276,7 @@ def save_and_load(rank: int, folder: Path, saved: Path) -> tuple[bool | str, boo
     return outcome if outcome is True else str(outcome), changed, restored
 
 
-def test_a_checkpoint_written_while_training_goes_on_brings_everything_back(on_device, folder, tmp_path):
+def test_a_checkpoint_written_during_a_step_restores_everything(on_device, folder, tmp_path):
     """Passes if a checkpoint has the state of the moment at which it was begun, bitwise, although a step ran
     meanwhile."""
     one_device.write_config(folder, **SMALL)

@@ -148,7 +148,7 @@ def skip_exchange_with_oneself(replicated: Iterable[Any]) -> None:
 
 
 def drop_fp8_copies(chunks: Iterable[nn.Module]) -> None:
-    """Release the copies in FP8 that Transformer Engine's layers keep of their weights, and make anew in the next pass."""
+    """Release the copies in FP8 that Transformer Engine's layers keep of their weights; the next pass makes them anew."""
     for module in (module for chunk in chunks for module in chunk.modules()):
         getattr(module, "_fp8_workspaces", {}).clear()
 

@@ -207,7 +207,7 @@ STATE: Case = (
     },
 )
 SAVES: Case = (
-    test_training.test_a_checkpoint_written_while_training_goes_on_brings_everything_back,
+    test_training.test_a_checkpoint_written_during_a_step_restores_everything,
     (),
     [(True, True, True)],
     {
