@@ -34,7 +34,10 @@ def train_with_offload(rank: int, folder: Path, checkpoint: Path, dtype: str) ->
     for index in range(4):
         for trainer in (plain, moved):
             step(trainer, index)
+        in_fp8 = {"weight": torch.zeros(2)}
+        setattr(moved._chunks[0].decoder, "_fp8_workspaces", in_fp8)  # noqa: B010  # as layers of Transformer Engine
         moved.leave_training()
+        assert not in_fp8
         moved.leave_training()  # a switch that has failed begins once more
         state = moved.optimizer_parts().values()
         masters = [part.master for part in state if dtype == "bfloat16"]  # else views of the weights
