@@ -18,7 +18,7 @@ from hybridengine.controller import network
 from hybridengine.controller.failures import Outcome, failure_of
 from hybridengine.controller.whereabouts import telling
 from hybridengine.importing import import_object, nothing_collected
-from hybridengine.machine import held_bytes
+from hybridengine.machine import held_bytes, wait_for_device
 from hybridengine.rows.protocols import RankContext
 
 Gpu = tuple[int, str]
@@ -57,7 +57,7 @@ class Call:
 
 
 def _answered(method: Callable[..., Any]) -> Any:
-    """Make a method return an `Outcome` and its result, and never raise."""
+    """Make a method return an `Outcome` and its result, and never raise; the device has ended its work then."""
     ray.method(num_returns=2)(method)  # Ray reads this mark of the function that `wraps` names
 
     @functools.wraps(method)
@@ -66,6 +66,7 @@ def _answered(method: Callable[..., Any]) -> Any:
         self.cost = {}
         try:
             result = method(self, *arguments)
+            wait_for_device()
         except (Exception, SystemExit) as error:  # sent to the controller as data, with rank and traceback
             failure = failure_of(self.rank, error)
         return Outcome(begin, time.time(), failure, held_bytes=held_bytes(), **self.cost), result

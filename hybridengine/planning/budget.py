@@ -34,6 +34,8 @@ HOST_BYTES = 2**30
 """Approximate host memory of the libraries in one rank's process, without weights."""
 SAVE_BYTES = 4
 """Bytes per parameter of a rank's shard, below which the copies of a save stay (backends/megatron/checkpoint.py)."""
+SAVE_BUFFER_BYTES = 64 * 2**20
+"""Size of the pinned buffer through which a save copies (backends/megatron/offload.py)."""
 GPU_BYTES = 4 * 2**30
 """Estimate of what a rank holds beside tensors: CUDA's context and kernels 1 GiB, buffers of 8 NCCL groups 3 GiB."""
 GRAPH_BYTES = 2**30
@@ -192,7 +194,10 @@ def engine_activations(config: RunConfig, shape: ModelShape, tp_size: int) -> in
 
 
 def _host_bytes(config: RunConfig, models: list[tuple[ModelHolder, ModelMemory]]) -> int:
-    """Return the bytes of offloaded state, and of the copies of a save, all models of which save at once."""
+    """Return the bytes of offloaded state, and of the copies and buffers of a save, all models of which save at once.
+
+    Offloaded state takes its own bytes, but for the alignment of its tensors (`HostBuffer`).
+    """
     offloaded, saved = 0, 0
     for holder, memory in models:
         offloaded += memory.optimizer_bytes * _offloads(holder, "optimizer")
@@ -200,7 +205,7 @@ def _host_bytes(config: RunConfig, models: list[tuple[ModelHolder, ModelMemory]]
         if config.checkpoint.every and memory.gradients_bytes:
             num_parameters = memory.weights_bytes // DTYPE_BYTES[config.model.dtype]
             whole = memory.optimizer_bytes + memory.weights_bytes // holder.sizes.dp_size
-            saved += min(SAVE_BYTES * num_parameters, whole)
+            saved += min(SAVE_BYTES * num_parameters, whole) + SAVE_BUFFER_BYTES
     return offloaded + saved
 
 

@@ -12,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.backends.megatron import weights
+from hybridengine.backends.megatron import offload, weights
 from hybridengine.backends.megatron.checkpoint import BackgroundSave
 from hybridengine.backends.megatron.groups import embedding_groups
 from hybridengine.backends.megatron.offload import HostBuffer
@@ -230,7 +231,14 @@ class _Rank:
             with self._storages.on_host():
                 return host_copy(buffer, tensor)
 
-        with all_replaced((HostBuffer, "take", taken), (HostBuffer, "host_copy", copied)):
+        def without_values(num_bytes: int) -> Tensor:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+
+        with all_replaced(
+            (HostBuffer, "take", taken),
+            (HostBuffer, "host_copy", copied),
+            (offload, "own_pages", without_values),
+        ):
             yield
 
     def result(self) -> RankRehearsal:

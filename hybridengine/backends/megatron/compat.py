@@ -9,6 +9,7 @@ gradients reduced in groups    buckets are those of the switch, one per paramete
 buffers released by bucket     the contiguous parameter buffer is replaced by one tensor per bucket
 optimizer state by parameter   ranges and moments of a distributed optimizer are read from its internal structures
 one replica                    reduce-scatter and all-gather within one rank, which copy everything, are skipped
+FP8 copies of weights          Transformer Engine keeps them from one step to the next
 settings of one step           parameter groups hold a multiple of the weight decay; the optimizers' config the clipping
 """
 
@@ -144,6 +145,12 @@ def skip_exchange_with_oneself(replicated: Iterable[Any]) -> None:
         assert factors == {1.0}, "losses are sums over tokens, which Megatron-core leaves as they are"
         group.start_grad_sync = lambda force_all_reduce=False: None
         group.start_param_sync = lambda force_sync=False: None
+
+
+def drop_fp8_copies(chunks: Iterable[nn.Module]) -> None:
+    """Release the copies in FP8 that Transformer Engine's layers keep of their weights; the next pass makes them anew."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        getattr(module, "_fp8_workspaces", {}).clear()
 
 
 def fuse_steps(optimizer: Any) -> None:
