@@ -4,9 +4,9 @@
     python scripts/row_handout.py --slots 256 --kv-gib 30       a KV cache that is full before the slots are
     python scripts/row_handout.py --engines 64
 
-A model of engines with slots and a KV cache, independent of the planner's simulation but for the time of a step (Llama-3-8B
-on an H100) and the rule for moves. Lengths are lognormal; a part of the variance of their logarithm is shared by the
-responses to a prompt. Seconds are relative to those of engines that draw the rows that they are given.
+A model of engines with slots and a KV cache, independent of the planner's simulation but for the time of a step (an 8B
+model on an H100) and the rule for moves. Lengths are lognormal; a part of the variance of their logarithm is shared by
+the responses to a prompt. Seconds are relative to those of engines that draw the rows that they are given.
 """
 
 from __future__ import annotations
@@ -135,6 +135,9 @@ def levelled(engines: Sequence[Slots]) -> tuple[float, int]:
 def queued(engines: Sequence[Slots], rows: Sequence[Row]) -> float:
     """Hand out rows from one queue as slots become free, without any wait."""
     queue, clocks = deque(rows), [(0.0, place) for place in range(len(engines))]
+    for engine in list(engines) * engines[0].num_slots:
+        if queue:
+            engine.waiting.append(queue.popleft())
     while clocks:
         _, place = heapq.heappop(clocks)
         engine = engines[place]

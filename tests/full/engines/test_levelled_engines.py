@@ -27,12 +27,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["1-1-2 1-1", "1-2-2 1-2", "2-1-2 2-1"])
-def ranks(request: pytest.FixtureRequest, model: Path, run_ranks: RankLauncher) -> list[Seen]:
+@pytest.fixture(scope="module")
+def by_sizes(model: Path, run_ranks: RankLauncher) -> dict[str, list[Seen]]:
     """Return what each rank has seen: two engines of one rank, of two tensor shards, and of two stages."""
-    train, gen = request.param.split()
-    generation = GenerationGrid(Grid(TrainSizes.parse(train)), GenSizes.parse(gen))
-    return run_ranks(generation.train.num_ranks, draw, model, generation)
+    found = {}
+    for train, gen in (("1-1-2", "1-1"), ("1-2-2", "1-2"), ("2-1-2", "2-1")):
+        generation = GenerationGrid(Grid(TrainSizes.parse(train)), GenSizes.parse(gen))
+        found[gen] = run_ranks(generation.train.num_ranks, draw, model, generation)
+    return found
+
+
+@pytest.fixture(params=["1-1", "1-2", "2-1"])
+def ranks(request: pytest.FixtureRequest, by_sizes: dict[str, list[Seen]]) -> list[Seen]:
+    return by_sizes[request.param]
 
 
 def drawn(responses: list[Response]) -> list[tuple[list[int], list[int], str | None]]:
@@ -49,6 +56,12 @@ def test_tokens_are_those_that_each_engine_draws_alone(ranks: list[Seen]):
         assert drawn(seen.few) == drawn(seen.alone[:SLOTS])
     by_place = {seen.place: drawn(seen.together) for seen in ranks}
     assert all(drawn(seen.together) == by_place[seen.place] for seen in ranks), "all ranks of an engine agree"
+
+
+def test_engines_with_and_without_stages_draw_the_same_tokens(by_sizes: dict[str, list[Seen]]):
+    """Both have vLLM's first model runner here; on a GPU, only engines with stages have it."""
+    found = [{seen.place: drawn(seen.alone) for seen in ranks} for ranks in by_sizes.values()]
+    assert found[0] == found[1] == found[2]
 
 
 def test_the_engine_with_short_rows_takes_waiting_ones_of_the_other(ranks: list[Seen]):
