@@ -124,10 +124,11 @@ def respond_together(engine: Engine, requests: Sequence[Request], peers: Peers) 
     try:
         engine.add(requests)
         levelled.requests |= {request.request_id: (peers.place, request) for request in requests}
-        if max(peers.gather(len(requests))) > engine.max_running:
+        may_wait = max(peers.gather(len(requests))) > engine.max_running
+        if may_wait:
             levelled.draw_levelled()
         levelled.draw()
-        ended = levelled.brought_home()
+        ended = levelled.brought_home() if may_wait else levelled.ended
     finally:  # requests remain only after a failure or an interrupt
         engine.abort([response.request_id for response in engine.progress()])
     return [ended[request_id] for request_id in ids]
@@ -142,7 +143,7 @@ class _Levelled:
         """Number of the engine whose row it is, and the request as that engine made it."""
         self._before: dict[str, Response] = {}
         """Tokens drawn by other engines."""
-        self._ended: dict[str, Response] = {}
+        self.ended: dict[str, Response] = {}
 
     def draw_levelled(self) -> None:
         """Draw, and level the queues, until no engine has a waiting request."""
@@ -166,7 +167,7 @@ class _Levelled:
     def _advance(self, num_steps: int) -> int:
         """Take engine steps; return the number of responses that have ended."""
         ended = self._engine.advance(num_steps)
-        self._ended |= {response.request_id: self._whole(response) for response in ended}
+        self.ended |= {response.request_id: self._whole(response) for response in ended}
         return len(ended)
 
     def _whole(self, response: Response) -> Response:
@@ -193,7 +194,7 @@ class _Levelled:
         """Return the responses to this engine's own rows, after all engines have exchanged them."""
         peers = self._peers
         by_home: list[list[Response]] = [[] for _ in range(peers.count)]
-        for request_id, response in self._ended.items():
+        for request_id, response in self.ended.items():
             by_home[self.requests[request_id][0]].append(response)
         found = by_home[peers.place]
         homes: list[list[int]] = peers.gather(
