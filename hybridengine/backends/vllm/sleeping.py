@@ -102,7 +102,8 @@ class SleepingWeights(WeightStorage):
         return start < 0 or start in self._in_use or not self._inside[start].isdisjoint(self._live)
 
     def part(self, names: Iterable[str], zero: Iterable[str] = ()) -> StoragePart:
-        return _SleepingPart(self, tuple(names), tuple(zero))
+        names = tuple(names)
+        return _SleepingPart(self, names, tuple(set(names) & set(zero)))
 
     def fall_asleep(self, names: Iterable[str]) -> None:
         """Release parameters, and unmap the segments without any other."""
