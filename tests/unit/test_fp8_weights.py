@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,8 +12,8 @@ from hybridengine.backends.megatron.compat import drop_fp8_weights
 
 
 def test_copies_are_released_wherever_a_module_keeps_them() -> None:
-    kept, chunk = torch.empty(4), nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
-    inner = chunk[1][0]
+    inner: Any = nn.Linear(2, 2)
+    kept, chunk = torch.empty(4), nn.Sequential(nn.Linear(2, 2), nn.Sequential(inner))
     inner._fp8_workspaces = {"weight": kept}
     there = weakref.ref(kept)
     del kept
