@@ -20,11 +20,11 @@ from hybridengine.config.run_config import TRAINED
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.formatting import format_bytes
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
+from hybridengine.planning.costs.activations import activation_bytes
 from hybridengine.planning.costs.lengths import MicroBatches
 from hybridengine.planning.costs.memory import (
     ModelMemory,
     StateBytes,
-    activation_bytes,
     engine_weight_bytes,
     model_memory,
 )
@@ -98,7 +98,8 @@ def pool_models(config: RunConfig, pool: str) -> list[tuple[ModelHolder, ModelMe
     for holder in model_holders(config):
         if config.pool_of(holder.role) == pool:
             shape, trains = holder_shape(config, holder), holder.role in TRAINED
-            found.append((holder, model_memory(shape, holder.sizes, config.model.dtype, trains=trains)))
+            memory = model_memory(shape, holder.sizes, config.model.dtype, holder.settings, trains=trains)
+            found.append((holder, memory))
     return found
 
 
@@ -140,7 +141,7 @@ def _load(models: list[tuple[ModelHolder, ModelMemory]], states: list[StateBytes
     for (_, memory), state in zip(models, states, strict=True):
         copies = 2 if memory.gradients_bytes else 1
         peak = max(peak, held + copies * memory.weights_bytes + memory.gradients_bytes)
-        held += state.idle
+        held += state.idle - memory.fp8_bytes
         peak = max(peak, held)
     return peak
 
@@ -177,9 +178,8 @@ def _activations(config: RunConfig, holder: ModelHolder, *, trains: bool) -> int
         holder.sizes,
         config.model.dtype,
         MicroBatches(-(-all_tokens // tokens), tokens, responses, longest),
+        holder.settings,
         trains=trains,
-        recompute=getattr(section, "recompute", "none"),
-        sequence_parallel=getattr(section, "sequence_parallel", True),
     )
 
 

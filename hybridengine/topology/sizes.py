@@ -163,6 +163,14 @@ class TrainSizes(Sizes):
         p = self.pp_size
         return next(size for size in range(p, num_micro_batches + 1) if not 0 < num_micro_batches % size < p)
 
+    def passes_in_flight(self, num_micro_batches: int, stage: int) -> int:
+        """Return the number of passes of a block of layers that a stage begins before it ends its first backward pass."""
+        p, v = self.pp_size, self.virtual_stages
+        if v == 1:
+            return min(p - stage, num_micro_batches)
+        count = max(num_micro_batches, p)  # fewer are filled up
+        return min(2 * (p - stage) - 1 + (v - 1) * self.passes_per_block(count), count * v)
+
     @property
     def blocks(self) -> tuple[int, str]:
         """(p·v, its name): the number of blocks of layers that the model is cut into."""

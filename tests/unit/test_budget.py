@@ -116,6 +116,16 @@ def test_a_budget_that_does_not_fit_says_what_would_help(phase: str) -> None:
     assert alone.excess(budget.device_bytes[phase]) is None
 
 
+def test_weights_in_fp8_are_there_while_the_model_trains() -> None:
+    plain, used = (budgets(loaded(f"actor.fp8={fp8}"))["main"].device_bytes for fp8 in ("none", "blockwise"))
+    shape = model_shape(loaded())
+    attention = 2 * shape.hidden_size * (shape.q_size + shape.kv_size)
+    matrices = shape.num_layers * (attention + 3 * shape.hidden_size * shape.ffn_hidden_size) // 4
+    more = {phase: used[phase] - plain[phase] for phase in used}
+    assert more["training step"] == more["save"] == pytest.approx(2 * matrices, rel=1e-3)
+    assert more["start"] == more["load"] == more["switch"] == more["generation"] == 0
+
+
 def test_a_cpu_has_no_context_and_no_graphs() -> None:
     config = loaded("cluster.device=cpu")
     on_cpu, on_gpu = budgets(config, on_gpus=False)["main"], budgets(config)["main"]

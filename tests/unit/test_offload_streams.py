@@ -95,11 +95,3 @@ def test_a_fork_copies_no_page_of_a_buffer() -> None:
         elif line.startswith("VmFlags:") and start <= memory.data_ptr() < stop:
             flags = line
     assert "dc" in flags.split()
-
-
-def test_copies_in_fp8_are_dropped() -> None:
-    """Transformer Engine is not installed: a module stands in for its layers."""
-    layer = torch.nn.Linear(2, 2)
-    layer._fp8_workspaces = copies = {"weight": torch.zeros(2, 2, dtype=torch.float8_e4m3fn)}  # type: ignore[assignment]
-    compat.drop_fp8_copies([torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(layer))])
-    assert not copies

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from hybridengine.backends.predictions import BLOCK_ENTRIES
 from hybridengine.config import load_config
 from hybridengine.errors import ConfigError
 from hybridengine.models.presets import resolve_model
@@ -22,12 +21,12 @@ from hybridengine.planning.costs.dataflows import Work
 from hybridengine.planning.costs.decoding import Engine, knee, running_steps
 from hybridengine.planning.costs.lengths import Lengths, MicroBatches, counted
 from hybridengine.planning.costs.memory import (
-    activation_bytes,
     generation_holding,
+    layer_weights,
     model_memory,
     training_holding,
 )
-from hybridengine.planning.costs.passes import ModelPasses, layer_weights
+from hybridengine.planning.costs.passes import ModelPasses
 from hybridengine.planning.costs.workload import workload_of
 from hybridengine.planning.simulation.scenarios import steady_state
 from hybridengine.reshard.megatron import megatron_layout
@@ -299,44 +298,6 @@ def test_the_cache_limits_how_many_run() -> None:
     assert engine.num_running(lengths, 10.0, 64, 1) == 1
 
 
-def test_activations_of_a_layer_are_those_of_its_tensors() -> None:
-    """Inputs of norms and matrices, queries and keys before and after rotation, attention, gate, up and their product."""
-    micro = MicroBatches(8, 100.0, 40.0, 50.0)
-    tensors = (4 * 256 + 2 * 256 + 2 * 128 + 256 + 3 * 512) / 2
-    sizes = TrainSizes(3, 2, 1)
-    logits, gradient = 4 * 40 * 1000 / 2, (4 + 2) * 256 * 1000 / 2
-    at_last = 3 * logits + gradient
-    first, last = 3 * 2 * tensors * 100 * 2, 2 * tensors * 100 * 2 + at_last
-    assert activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=True) == int(max(first, last))
-    recomputed = (3 * 2 * 256 / 2 + tensors) * 100 * 2
-    found = activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=True, recompute="full")
-    assert found == int(max(recomputed, (2 * 256 / 2 + tensors) * 100 * 2 + at_last))
-    selective = activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=True, recompute="selective")
-    without_mlp, mlp = tensors - 3 * 512 / 2, 3 * 512 / 2
-    kept = (2 * without_mlp + mlp) * 100 * 2 + at_last
-    assert selective == int(max((3 * 2 * without_mlp + mlp) * 100 * 2, kept))
-    forward = activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=False)
-    assert forward == int(tensors * 100 * 2 + 2 * logits)
-    many = MicroBatches(1, 100.0, 1e6, 50.0)
-    forward = activation_bytes(SHAPE, sizes, "bfloat16", many, trains=False)
-    assert forward == int(tensors * 100 * 2 + 2 * 4 * BLOCK_ENTRIES)
-
-
-def test_activations_with_context_ranks_and_virtual_stages() -> None:
-    """Of 3 stages with 2 layers, the first keeps those of 6, or of 9 with blocks of a layer: 4 passes and 5 more."""
-    micro = MicroBatches(8, 100.0, 0.0, 50.0)
-    one = 4 * 256 + 2 * 256 + 2 * 128 + 256 + 3 * 512
-    for sizes, num_layers, tokens in (
-        (TrainSizes(3, 1, 1), 6, 100),
-        (TrainSizes(3, 1, 1, 2), 6, 50),
-        (TrainSizes(3, 1, 1, 1, 2), 9, 100),
-    ):
-        found = activation_bytes(SHAPE.with_score_head(), sizes, "bfloat16", micro, trains=True)
-        assert found == one * num_layers * tokens * 2, sizes
-    spread = model_memory(SHAPE, TrainSizes(3, 1, 2, 4), "bfloat16")
-    assert spread.optimizer_bytes == model_memory(SHAPE, TrainSizes(3, 1, 8), "bfloat16").optimizer_bytes
-
-
 def test_engines_keep_pace_or_say_how_far_they_are_behind() -> None:
     lengths = Lengths.of("constant:100", 100)
     rates = np.array([running / (0.01 + 1e-4 * running) for running in range(1, 65)])
@@ -358,7 +319,12 @@ def test_the_workload_of_a_configuration() -> None:
     assert tuple(model.name for model in found.models) == ("actor", "critic", "reference")
     actor = found.model("actor")
     assert actor.shape == resolve_model("llama3-70b")
-    assert (actor.trains, actor.offloads, actor.recompute, actor.mini_batches) == (True, True, "full", 8)
+    assert (actor.trains, actor.offloads, actor.settings.recompute, actor.mini_batches) == (
+        True,
+        True,
+        "full",
+        8,
+    )
     assert (found.model("reference").trains, found.rows_per_step) == (False, 1024)
     assert found.num_tokens == 1024 * (1024 + 512)
     update = next(call for call in found.calls if call.work is Work.UPDATE and call.role == "actor")

@@ -8,6 +8,7 @@ fused gradients without apex   the output layer, which is replaced, refuses to b
 gradients reduced in groups    buckets are those of the switch, one per parameter; groups of them are reduced together
 buffers released by bucket     the contiguous parameter buffer is replaced by one tensor per bucket
 optimizer state by parameter   ranges and moments of a distributed optimizer are read from its internal structures
+weights in 8 bits              modules of Transformer Engine keep copies, also while another mode needs the memory
 one replica                    reduce-scatter and all-gather within one rank, which copy everything, are skipped
 FP8 copies of weights          Transformer Engine keeps them from one step to the next
 settings of one step           parameter groups hold a multiple of the weight decay; the optimizers' config the clipping
@@ -136,6 +137,12 @@ def drop_reductions(replicated: Iterable[Any]) -> None:
             group.grad_reduce_handle = None
 
 
+def drop_fp8_weights(chunks: Iterable[nn.Module]) -> None:
+    """Release the copies of weights in 8 bits that Transformer Engine's modules keep; the next pass makes them again."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        getattr(module, "_fp8_workspaces", {}).clear()
+
+
 def skip_exchange_with_oneself(replicated: Iterable[Any]) -> None:
     """Skip collectives for gradients and weights that one rank holds alone, because these would copy them."""
     for group in (group for chunk in replicated for group in chunk.bucket_groups):
@@ -145,12 +152,6 @@ def skip_exchange_with_oneself(replicated: Iterable[Any]) -> None:
         assert factors == {1.0}, "losses are sums over tokens, which Megatron-core leaves as they are"
         group.start_grad_sync = lambda force_all_reduce=False: None
         group.start_param_sync = lambda force_sync=False: None
-
-
-def drop_fp8_copies(chunks: Iterable[nn.Module]) -> None:
-    """Release the copies in FP8 that Transformer Engine's layers keep of their weights; the next pass makes them anew."""
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        getattr(module, "_fp8_workspaces", {}).clear()
 
 
 def fuse_steps(optimizer: Any) -> None:

@@ -22,14 +22,12 @@ ZeRO, arXiv 1910.02054.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.costs.clusters import Axis, Cluster, Compute, Fabric
 from hybridengine.planning.costs.lengths import MicroBatches
-from hybridengine.planning.costs.memory import GRADIENT_BYTES, training_holding
+from hybridengine.planning.costs.memory import GRADIENT_BYTES, layer_weights, training_holding
 from hybridengine.topology.sizes import TrainSizes
 
 OPTIMIZER_TRAFFIC_BYTES = 30
@@ -58,12 +56,6 @@ def compute_of(cluster: Cluster) -> Compute:
     """Return the cluster's section compute, whose presence `load_planned_cluster` has checked."""
     assert cluster.compute is not None, "a plan of a whole run needs the section"
     return cluster.compute
-
-
-@lru_cache(maxsize=64)
-def layer_weights(shape: ModelShape) -> int:
-    """Return the number of weights in the matrices of a layer."""
-    return sum(math.prod(size) for size in shape.layer_tensors(0).values() if len(size) > 1)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from hybridengine.config import RunConfig, holder_shape, model_holders, rows_for_every_rank
 from hybridengine.config.algorithm import Role
+from hybridengine.config.role_sections import MegatronSettings
 from hybridengine.config.run_config import TRAINED
 from hybridengine.models.shapes import ModelShape
 from hybridengine.planning.costs.dataflows import METHODS, Call, Work, calls_of
@@ -30,8 +31,7 @@ class PlannedModel:
     mini_batches: int = 1
     offloads: bool = False
     """True if the optimizer state is in host memory while the model does not train."""
-    recompute: str = "none"
-    sequence_parallel: bool = True
+    settings: MegatronSettings = MegatronSettings()
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +129,7 @@ def workload_of(config: RunConfig, lengths: Lengths, prompt_tokens: float | None
             ppo_epochs=getattr(holder.section, "ppo_epochs", 1),
             mini_batches=getattr(holder.section, "mini_batches", 1),
             offloads=getattr(holder.section, "offload", "none") == "optimizer",
-            recompute=getattr(holder.section, "recompute", "none"),
-            sequence_parallel=getattr(holder.section, "sequence_parallel", True),
+            settings=holder.settings,
         )
         for holder in model_holders(config)
     ]

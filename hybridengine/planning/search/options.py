@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from hybridengine.planning.costs.activations import activation_bytes
 from hybridengine.planning.costs.clusters import Cluster
 from hybridengine.planning.costs.dataflows import Call, Work
 from hybridengine.planning.costs.decoding import Engine
 from hybridengine.planning.costs.memory import (
     ModelMemory,
     StateBytes,
-    activation_bytes,
     model_memory,
 )
 from hybridengine.planning.costs.passes import ModelPasses, compute_of
@@ -200,7 +200,7 @@ class Options:
                 yield self._with_engine(plain, gen, held.weights_bytes)
 
     def _held(self, model: PlannedModel, sizes: TrainSizes) -> ModelMemory:
-        return model_memory(model.shape, sizes, self.workload.dtype, trains=model.trains)
+        return model_memory(model.shape, sizes, self.workload.dtype, model.settings, trains=model.trains)
 
     def _pass_s(self, model: PlannedModel, passes: ModelPasses, held: ModelMemory, call: Call) -> float:
         """Return the seconds of a call, without the transfers of a switch and without generation."""
@@ -219,7 +219,7 @@ class Options:
             done = passes.forward(micro)
         else:
             done = passes.update(
-                micro, model.mini_batches, recompute=model.recompute, num_passes=model.ppo_epochs
+                micro, model.mini_batches, recompute=model.settings.recompute, num_passes=model.ppo_epochs
             )
         return done.on(self.cluster, sizes.num_ranks) + beside_s
 
@@ -232,9 +232,8 @@ class Options:
                     sizes,
                     self.workload.dtype,
                     self.workload.micro_batches(model, call, sizes.dp_size),
+                    model.settings,
                     trains=call.work is Work.UPDATE,
-                    recompute=model.recompute,
-                    sequence_parallel=model.sequence_parallel,
                 )
                 kept[call.work] = max(kept[call.work], own)
         return held.states(
