@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hybridengine.backends.megatron import compat, offload
+from hybridengine.backends.megatron import offload
 from hybridengine.backends.megatron.offload import HostBuffer
 from hybridengine.machine import held_bytes
 
