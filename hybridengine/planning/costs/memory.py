@@ -38,12 +38,18 @@ class Holding:
     """Number of parameter tensors."""
 
 
-@lru_cache(maxsize=4096)
 def training_holding(shape: ModelShape, sizes: TrainSizes) -> Holding:
-    """Return the parameters that a rank trains; t divides evenly, so that the ranks of a stage are equal."""
-    return _most(
-        megatron_shard(shape, sizes, stage, 0, NameSet.LOCAL) for stage in _busy_stages(sizes.pp_size)
-    )
+    """Return the parameters that a rank trains; t divides evenly, so that the ranks of a stage are equal.
+
+    Virtual stages have no influence: whatever v is, a stage has layers / p layers, one more if it is among the first.
+    """
+    return _stage_holding(shape, sizes.pp_size, sizes.tp_size)
+
+
+@lru_cache(maxsize=4096)
+def _stage_holding(shape: ModelShape, pp_size: int, tp_size: int) -> Holding:
+    sizes = TrainSizes(pp_size, tp_size, 1)
+    return _most(megatron_shard(shape, sizes, stage, 0, NameSet.LOCAL) for stage in _busy_stages(pp_size))
 
 
 @lru_cache(maxsize=4096)
@@ -163,7 +169,7 @@ def activation_bytes(
         }[recompute]
         kept = each * layers
         # Passes of a block of layers before the first backward pass: p, or those of the interleaved schedule.
-        count = max(micro.count, p) if v > 1 else micro.count  # fewer are filled up
+        count = sizes.num_passes(micro.count)
         own = (v - 1) * sizes.passes_per_block(count) if v > 1 else 0
         first_passes, last_passes = (p, 1) if v == 1 else (2 * (p - 1) + own + 1, own + 1)
         most = count * v
