@@ -1,14 +1,17 @@
 """Seconds of passes over rows under (p, t, d): forward passes, and updates with their optimizer steps.
 
 The first of m micro-batches passes all p stages; the others follow at the rate of the slowest stage. With equal stages,
-these are the pipeline's m + p - 1 slots. The time of a stage consists of
+these are the pipeline's m + p - 1 slots. With v blocks of layers per stage the interleaved schedule fills in (p - 1) / v
+slots, a bubble of (p - 1) / (v·m); fewer than p micro-batches are filled up with empty ones, which take as long. The time of a stage consists of
 
     arithmetic   2 operations for each weight and token, at the rate that matrices of n tokens reach:
                  peak · efficiency · n / (n + half_tokens)
     attention    4 · tokens · sequence length · query width operations, at a separate rate
     memory       the hidden state is read and written `activation_passes` times
-    launches     for each layer, and for each micro-batch
+    launches     for each layer, and for each micro-batch in each block
     tensor axis  two all-reduces of the hidden state for each layer and direction
+    context axis an all-gather of keys and values for each layer; the 2c parts of a row make attention equal on all ranks
+    messages     the hidden state from each block to the next one, and its gradient back
 
 A backward pass counts as two forward passes, or three with recomputation. An optimizer step reduce-scatters the gradients
 over the replicas (float32), updates its part, and all-gathers the weights.

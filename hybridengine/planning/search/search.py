@@ -6,9 +6,10 @@ lower bounds:
 
 1. The bounds of all allocations are computed at once. Allocations are examined in the order of their bounds, until a
    bound is no better than the best plan so far.
-2. Within an allocation, models are assigned their options in turn, the fastest options first. A branch ends if its models
-   do not fit into memory with the least that the others need, or if the iteration, with the least seconds of the models
-   without an option yet, is no better than the best plan so far.
+2. Within an allocation, models are assigned their options in turn, the fastest options first, without those that are no
+   better than another one in any respect. A branch ends if its models do not fit into memory with the least that the
+   others need, or if the iteration, with the least seconds of the models without an option yet, is no better than the
+   best plan so far.
 3. The switch of a complete assignment is then planned, and its KV cache limited to the memory left on a rank.
 
 Source: the auto-mapping of HybridFlow, arXiv 2409.19256, section 6 and appendix C. Differences: pools smaller than a node
