@@ -79,7 +79,11 @@ def test_figures_for_programs(small: Files) -> None:
         for role in plan["roles"].values():
             written, *named = role["parallel"].split()
             c = next((int(one[2:]) for one in named if one.startswith("c=")), 1)
-            assert math.prod(map(int, written.split("-"))) * c == role["num_ranks"] == plan["placement"][role["pool"]]["num_ranks"]
+            assert (
+                math.prod(map(int, written.split("-"))) * c
+                == role["num_ranks"]
+                == plan["placement"][role["pool"]]["num_ranks"]
+            )
         assert max(bar["end_s"] for bar in plan["timeline"]) == plan["step_s"]
         assert plan["phases_s"]["generate"] > 0
         if len(plan["placement"]) == 1:
