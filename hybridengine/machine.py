@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
@@ -65,6 +66,23 @@ def available_bytes() -> int:
         limit, used = (int(file.read_text()) for file in GROUP)
         available = min(available, max(0, limit - used))
     return available
+
+
+def total_bytes() -> int:
+    """Return the bytes of memory of this system, or of this container."""
+    total = psutil.virtual_memory().total
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        total = min(total, int(GROUP[0].read_text()))
+    return total
+
+
+@dataclass(frozen=True)
+class Device:
+    """What holds the tensors of a rank: its GPU, or else its node."""
+
+    num_bytes: int
+    """Bytes of memory; of a part of a GPU (MIG), those of the part."""
+    is_gpu: bool
 
 
 @functools.cache

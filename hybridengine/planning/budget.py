@@ -63,13 +63,13 @@ class Budget:
         """Phase with the most bytes on the device."""
         return max(self.device_bytes, key=lambda phase: self.device_bytes[phase])
 
-    def excess(self, device_bytes: int) -> str | None:
+    def excess(self, device_bytes: int, device: str = "the device") -> str | None:
         """Return by how much the largest phase exceeds a device of this size, as text; None if the budget fits."""
         needed = self.device_bytes[self.peak]
         if needed <= device_bytes:
             return None
         return (
-            f"phase {self.peak!r} of pool {self.pool} needs {format_bytes(needed)} on its fullest rank, and the device"
+            f"phase {self.peak!r} of pool {self.pool} needs {format_bytes(needed)} on its fullest rank, and {device}"
             f" has {format_bytes(device_bytes)}: {(needed - device_bytes) / 1e9:.1f} GB are missing"
         )
 

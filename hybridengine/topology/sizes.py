@@ -155,6 +155,15 @@ class TrainSizes(Sizes):
         """p·t·c: the ranks that train on the same rows."""
         return self.num_ranks // self.dp_size
 
+    @property
+    def row_unit(self) -> int:
+        """Number of which the tokens of each row are a multiple, by padding: 2c with context-parallel ranks."""
+        return 2 * self.cp_size if self.cp_size > 1 else 1
+
+    def num_passes(self, num_micro_batches: int) -> int:
+        """Return the micro-batches that the stages compute: the interleaved schedule fills fewer than p up to p."""
+        return max(num_micro_batches, self.pp_size) if self.virtual_stages > 1 else num_micro_batches
+
     def passes_per_block(self, num_micro_batches: int) -> int:
         """Return the micro-batches that a block of layers of the interleaved schedule computes before the next one does.
 
@@ -168,7 +177,7 @@ class TrainSizes(Sizes):
         p, v = self.pp_size, self.virtual_stages
         if v == 1:
             return min(p - stage, num_micro_batches)
-        count = max(num_micro_batches, p)  # fewer are filled up
+        count = self.num_passes(num_micro_batches)
         return min(2 * (p - stage) - 1 + (v - 1) * self.passes_per_block(count), count * v)
 
     @property

@@ -36,12 +36,18 @@ class Holding:
     """Number of parameter tensors."""
 
 
-@lru_cache(maxsize=4096)
 def training_holding(shape: ModelShape, sizes: TrainSizes) -> Holding:
-    """Return the parameters that a rank trains; t divides evenly, so that the ranks of a stage are equal."""
-    return _most(
-        megatron_shard(shape, sizes, stage, 0, NameSet.LOCAL) for stage in _busy_stages(sizes.pp_size)
-    )
+    """Return the parameters that a rank trains; t divides evenly, so that the ranks of a stage are equal.
+
+    Virtual stages have no influence: whatever v is, a stage has layers / p layers, one more if it is among the first.
+    """
+    return _stage_holding(shape, sizes.pp_size, sizes.tp_size)
+
+
+@lru_cache(maxsize=4096)
+def _stage_holding(shape: ModelShape, pp_size: int, tp_size: int) -> Holding:
+    sizes = TrainSizes(pp_size, tp_size, 1)
+    return _most(megatron_shard(shape, sizes, stage, 0, NameSet.LOCAL) for stage in _busy_stages(pp_size))
 
 
 @lru_cache(maxsize=4096)

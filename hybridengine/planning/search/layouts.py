@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hybridengine.errors import ConfigError, TopologyError
 from hybridengine.models.shapes import ModelShape
@@ -23,6 +25,26 @@ def check_layouts(shape: ModelShape, train: TrainSizes, gen: GenSizes | None = N
         raise TopologyError(f"training {train}: {'; '.join(broken)}")
     if gen is not None and (broken := [*gen.problems_over(train), *gen_problems(shape, train, gen)]):
         raise TopologyError(f"generation {gen}: {'; '.join(broken)}")
+
+
+def training_sizes(
+    shape: ModelShape, num_ranks: int, max_tp_size: int, max_tokens: int
+) -> Iterator[TrainSizes]:
+    """Yield the sizes with which Megatron can train `shape` on `num_ranks` ranks; t is at most `max_tp_size`.
+
+    Context ranks have at least a token of the longest row, of `max_tokens` tokens, in each of their two parts. Virtual
+    stages are blocks of equally many layers.
+    """
+    for model_ranks in divisors(num_ranks):
+        for tp_size, cp_size in itertools.product(divisors(model_ranks), divisors(num_ranks // model_ranks)):
+            pp_size = model_ranks // tp_size
+            sizes = TrainSizes(pp_size, tp_size, num_ranks // model_ranks // cp_size, cp_size)
+            if tp_size > max_tp_size or sizes.row_unit > max_tokens or train_problems(shape, sizes):
+                continue
+            yield sizes
+            if pp_size > 1 and shape.num_layers % pp_size == 0:
+                for virtual_stages in divisors(shape.num_layers // pp_size)[1:]:
+                    yield replace(sizes, virtual_stages=virtual_stages)
 
 
 def train_problems(shape: ModelShape, sizes: TrainSizes) -> list[str]:
