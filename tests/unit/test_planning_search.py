@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hybridengine.config.algorithm import ALGORITHMS, algorithm_class
+from hybridengine.config.role_sections import MegatronSettings
 from hybridengine.models.presets import resolve_model
 from hybridengine.models.shapes import ModelShape
 from hybridengine.planning.costs.clusters import Cluster, load_cluster
@@ -213,9 +214,8 @@ LONG = Lengths.of("constant:30000", 30_000)
 def crowd_of(rows: int, lengths: Lengths, micro_batch_tokens: int, shape: ModelShape = SMALL) -> Workload:
     """Return a GRPO workload with rows of 256 tokens and a response; optimizer steps have half of the rows."""
     plain = workload_of("grpo", shape, rows)
-    models = (
-        replace(model, micro_batch_tokens=micro_batch_tokens, recompute="full") for model in plain.models
-    )
+    full = MegatronSettings(recompute="full")
+    models = (replace(model, micro_batch_tokens=micro_batch_tokens, settings=full) for model in plain.models)
     return replace(plain, models=tuple(models), lengths=lengths, max_tokens=256 + lengths.max_tokens)
 
 

@@ -2,7 +2,8 @@
 
 The first of m micro-batches passes all p stages; the others follow at the rate of the slowest stage. With equal stages,
 these are the pipeline's m + p - 1 slots. With v blocks of layers per stage the interleaved schedule fills in (p - 1) / v
-slots, a bubble of (p - 1) / (v·m); fewer than p micro-batches are filled up with empty ones, which take as long. The time of a stage consists of
+slots, a bubble of (p - 1) / (v·m); fewer than p micro-batches are filled up with empty ones, which take as long. The
+time of a stage consists of
 
     arithmetic   2 operations for each weight and token, at the rate that matrices of n tokens reach:
                  peak · efficiency · n / (n + half_tokens)
