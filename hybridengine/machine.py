@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
@@ -44,6 +45,14 @@ def held_bytes() -> dict[str, int]:
     return held
 
 
+def wait_for_device() -> None:
+    """Wait for all work that this process has given its GPU, if it uses one: only then clocks are right, and failures
+    of the device known. Imports no torch."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def trim_heap() -> None:
     """Return the free memory of the C heap to the system."""
     with contextlib.suppress(OSError, AttributeError):  # other C libraries free large blocks at once
@@ -59,6 +68,23 @@ def available_bytes() -> int:
     return available
 
 
+def total_bytes() -> int:
+    """Return the bytes of memory of this system, or of this container."""
+    total = psutil.virtual_memory().total
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        total = min(total, int(GROUP[0].read_text()))
+    return total
+
+
+@dataclass(frozen=True)
+class Device:
+    """What holds the tensors of a rank: its GPU, or else its node."""
+
+    num_bytes: int
+    """Bytes of memory; of a part of a GPU (MIG), those of the part."""
+    is_gpu: bool
+
+
 @functools.cache
 def package_versions() -> Mapping[str, str]:
     """Return the version of each installed package; cached, as reading takes a tenth of a second."""
@@ -70,10 +96,18 @@ def package_versions() -> Mapping[str, str]:
 
 
 def num_gpus(devices: Path = Path("/dev"), environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of NVIDIA GPUs of this machine, 0 if they are hidden, without calling the driver."""
-    if environment.get("CUDA_VISIBLE_DEVICES") == "":
-        return 0
-    return sum(1 for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit())
+    """Return the number of this machine's NVIDIA GPUs that are not hidden, without calling the driver."""
+    found = sum(1 for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit())
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    return found if visible is None else min(found, len(visible.split(",")) if visible else 0)
+
+
+def gpu_models(gpus: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
+    """Return the model of each NVIDIA GPU of this machine, hidden ones too, without calling the driver."""
+    described = (file.read_text().splitlines() for file in sorted(gpus.glob("*/information")))
+    return [
+        line.partition(":")[2].strip() for lines in described for line in lines if line.startswith("Model:")
+    ]
 
 
 def check_memory(what: str, needed_bytes: int, remedy: str) -> None:
@@ -90,6 +124,7 @@ def machine_figures() -> dict[str, Any]:
     """Return the description of the machine for the JSON of a benchmark."""
     return {
         "cpus": os.cpu_count(),
+        "gpus": gpu_models(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "megatron-core")},

@@ -32,7 +32,7 @@ from hybridengine.formatting import format_bytes
 from hybridengine.models.presets import resolve_model
 from hybridengine.planning.costs.lengths import Lengths
 from hybridengine.rehearsal.counting import StorageCounter, TrafficCounter
-from hybridengine.rehearsal.fused_norms import fused_norms
+from hybridengine.rehearsal.fused_layers import fused_layers
 from hybridengine.rehearsal.shapes_only import ShapesOnly
 from hybridengine.rehearsal.world import rehearsed_world
 from hybridengine.rows.balance import balance_rows
@@ -163,7 +163,7 @@ def count(model: str, way: Way) -> Cost:
     with ExitStack() as stack:
         stack.enter_context(rehearsed_world(0, sizes.num_ranks, 8, traffic.count))
         stack.enter_context(storages.resizes_counted())
-        stack.enter_context(fused_norms())
+        stack.enter_context(fused_layers())
         stack.enter_context(mode.active())
         initialize_globals(1)
         trainer = MegatronTrainer(shape, grid, 0, ProcessGroups(), "bfloat16", settings=way.settings)

@@ -15,6 +15,7 @@ from hybridengine.algorithms.losses.aggregation import Aggregation, LossStats, S
 from hybridengine.algorithms.losses.policy import entropy_bonus, kl_loss
 from hybridengine.algorithms.masking import response_mask
 from hybridengine.backends.engine import SamplingSettings
+from hybridengine.backends.levelling import Peers
 from hybridengine.backends.megatron.model import available_names
 from hybridengine.backends.megatron.weights import save_weights
 from hybridengine.backends.predictions import Predictions
@@ -95,6 +96,7 @@ class ActorWorker(TrainedWorker):
             verify=Verify(run.actor.verify),
             resume_from=str(folder),
         )
+        self._peers = Peers(generation, context.rank, run.timeouts.collective_s)
         self._rollouts = EngineRollouts(run, self._engine, stop_token_ids)
         self._push: WeightPush | None = None
         self._version = 0
@@ -153,7 +155,7 @@ class ActorWorker(TrainedWorker):
         seeds = ((first_seed + prompts[ROW_NUMBERS]) % 2**31).tolist()
         padding = self._stop_token_ids[0] if self._stop_token_ids else 0
         every = [sampling] * len(prompts)
-        rows, _ = respond(self._engine, prompts, seeds, every, sampling.max_tokens, padding)
+        rows, _ = respond(self._engine, prompts, seeds, every, sampling.max_tokens, padding, self._peers)
         return rows
 
     @register(PROTO_3D, SEQUENCE_COLUMNS, optional=["rollout_log_probs", "versions"], returns_rows=True)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from hybridengine.backends.engine import Response, SamplingSettings, generate
+from hybridengine.backends.engine import Request, Response, SamplingSettings, generate
+from hybridengine.backends.levelling import Peers, respond_together
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.rows.protocols import ROW_NUMBERS
 
@@ -25,15 +26,25 @@ def respond(
     sampling: Sequence[SamplingSettings],
     width: int,
     padding: int,
+    peers: Peers | None = None,
 ) -> tuple[TensorDict, list[Response]]:
     """Return a response to each prompt as rows and as they are; lists have one entry per row.
 
     Reads `prompt_tokens` [B, P] and `prompt_lengths` [B]. Rows have `tokens` [B, P + R], `response_lengths` [B] and
     `rollout_log_probs` [B, R], with R = `width`; `padding` is the token after a response.
+    With `peers`, the engines of all replicas share their rows (`respond_together`).
     """
     lengths, padded = prompts["prompt_lengths"].tolist(), prompts["prompt_tokens"]
     rows = [row[:length] for row, length in zip(padded.tolist(), lengths, strict=True)]
-    outputs = generate(engine, rows, seeds, sampling)
+    if peers is None or peers.count == 1:
+        outputs = generate(engine, rows, seeds, sampling)
+    else:
+        given = zip(rows, seeds, sampling, strict=True)
+        requests = [
+            Request(f"{peers.place}/{row}", tuple(prompt), seed, settings)
+            for row, (prompt, seed, settings) in enumerate(given)
+        ]
+        outputs = respond_together(engine, requests, peers)
     tokens = torch.full((len(rows), padded.size(1) + width), padding)
     log_probs = torch.zeros(len(rows), width)
     for row, (prompt, output) in enumerate(zip(rows, outputs, strict=True)):

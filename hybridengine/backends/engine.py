@@ -122,6 +122,16 @@ class Engine(GenerationSide, Protocol):
         """Number of unfinished requests."""
         ...
 
+    @property
+    def max_running(self) -> int:
+        """Largest number of requests that run at once."""
+        ...
+
+    @property
+    def waiting(self) -> list[str]:
+        """Ids of the requests that wait for a slot or for room in the KV cache, in the order in which they will run."""
+        ...
+
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests: either all of them or none.
 

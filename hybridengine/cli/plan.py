@@ -23,8 +23,9 @@ from hybridengine.planning.search.search import Found, Search
 from hybridengine.planning.search.shortage import shortage
 
 DESCRIPTION = """Choose placement and parallel sizes for a run: which models share devices, how many devices each pool
-has, (p, t, d) of every model and (p_g, t_g) of generation. Searches all placements, allocations and sizes, prunes by
-memory and by lower bounds, and says whether what it has found is exact.
+has, (p, t, d) of every model with context ranks c and virtual stages v, written "2-2-1 c=2 v=2", and (p_g, t_g) of
+generation. Searches all placements, allocations and sizes, prunes by memory and by lower bounds, and says whether
+what it has found is exact.
 
 Nothing is started and no GPU is needed. Seconds and bytes are predicted from the figures of the cluster file
 (configs/clusters/; `hybridengine calibrate` measures those of the machine it runs on)."""

@@ -214,7 +214,7 @@ def _sweep(
     largest = train.num_ranks if options.sweep == ALL else cluster.devices_per_node
     for gen in generation_sizes(shape, train, largest):
         figures = None
-        held = generation_holding(shape, train.pp_size, gen.pp_size, gen.tp_size)
+        held = generation_holding(shape, train.pp_size, gen)
         if held.num_elements * DTYPE_BYTES[options.dtype] <= limit:
             show_status(f"planning {train}:{gen}")
             _, figures = _price(options, shape, cluster, train, gen, with_variants=False)

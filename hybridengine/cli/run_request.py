@@ -78,7 +78,8 @@ def add_run_options(parser: Any) -> None:
     )  # fmt: skip
     option(
         "--fix", action="append", default=[], metavar="NAME=SIZES",
-        help="sizes of a model, e.g. actor=1-8-16 (p-t-d) or generate=1-2 (p_g-t_g); can be repeated",
+        help="sizes of a model, e.g. actor=1-8-16 (p-t-d), 'actor=4-2-2 c=2 v=5' (context ranks and virtual stages), or"
+        " generate=1-2 (p_g-t_g); can be repeated",
     )  # fmt: skip
 
 

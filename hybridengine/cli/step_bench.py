@@ -29,8 +29,9 @@ COLUMNS = {
 DESCRIPTION = """Measure steps of GRPO on this machine, this project's and TRL's in turn: responses to every prompt,
 rewards, the reference's log-probs, one update. Each side does them the way that is fastest here.
 
-Both do the same work; of the configuration, the model and the prompts count. The environment for TRL, which the command
-makes once, needs 3 GB and pip. docs/explanation/performance.md has the method and results."""
+Both do the same work, on the same cores or on one GPU; of the configuration, the model and the prompts count. The
+environment for TRL, which the command makes once, needs 3 GB and pip. docs/explanation/performance.md has the method and
+results."""
 
 EPILOG = """examples:
   hybridengine bench step configs/bench-small.yaml                                    128 responses of 32 tokens
@@ -44,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--prompts", type=many, default=16, metavar="N", help="prompts of a step")
     option("--samples", type=between(2, 1024), default=8, metavar="N", help="of each prompt")
     option("--response-tokens", type=many, default=32, metavar="N", help="of every response")
-    option("--dtype", choices=DTYPES, default=DTYPES[0], help=f"of the weights (default {DTYPES[0]})")
+    option("--dtype", choices=DTYPES, help="of the weights (default float32, on GPUs bfloat16)")
     option("--repetitions", type=between(1, 1000), default=9, metavar="N", help="counted ones")
     option("--only", choices=["hybridengine"], help="measure without TRL")
     option("--parallel", type=TrainSizes.parse, metavar="P-T-D", help="our sizes (default: the fastest)")
@@ -60,7 +61,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    work = options.prompts, options.samples, options.response_tokens, options.dtype, options.repetitions
+    dtype = options.dtype or ("bfloat16" if num_gpus() else "float32")
+    work = options.prompts, options.samples, options.response_tokens, dtype, options.repetitions
     spec = StepSpec(*work, options.timeout)
     ours = chosen_own_ways(options, spec)
     if options.only and options.trl_precision:
@@ -90,7 +92,15 @@ def chosen_own_ways(options: argparse.Namespace, spec: StepSpec) -> list[OwnWay]
                 f"--parallel {train}: {spec.num_prompts} prompts and {spec.num_rows} rows do not split over its"
                 f" {train.num_ranks} ranks; choose more --prompts, a multiple of {train.num_ranks}, or fewer ranks"
             )
-    return own_ways(spec, len(os.sched_getaffinity(0)), num_gpus(), train, gen)
+    gpus = num_gpus()
+    if gpus and not options.only:  # as many as TRL's process uses
+        gpus = 1
+        if train is not None and train.num_ranks > gpus:
+            raise ConfigError(
+                f"--parallel {train} takes {train.num_ranks} GPUs, and TRL's process takes one; compare on one, or add"
+                " --only hybridengine"
+            )
+    return own_ways(spec, len(os.sched_getaffinity(0)), gpus, train, gen)
 
 
 def result_lines(spec: StepSpec, figures: Mapping[str, Any]) -> list[str]:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from hybridengine.config.algorithm import Conflict
 from hybridengine.config.build_section import BUILT_TOKENS
-from hybridengine.config.run_config import SCORERS, ModelHolder, RunConfig, model_holders
+from hybridengine.config.run_config import SCORERS, TRAINED, ModelHolder, RunConfig, model_holders
 from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.models.checkpoint_files import checkpoint_problems
 from hybridengine.models.presets import resolve_model
 from hybridengine.models.shapes import ModelShape
+from hybridengine.topology.fitting import gen_problems, train_problems
 from hybridengine.topology.sizes import GenSizes
 
 WIDTHS = ("rollout.max_prompt_tokens", "rollout.max_response_tokens")
@@ -142,10 +143,22 @@ def _checkpoint(
 
 
 def _sharding(holder: ModelHolder, shape: ModelShape) -> Iterator[Conflict]:
-    """Yield conflicts of the tensor-parallel size with heads and MLP width, and of the pipeline size with layers."""
+    """Yield conflicts of the parallel sizes with the model's heads, widths, layers and experts."""
     key, sizes, keys = holder.sizes_key, holder.sizes, (holder.sizes_key, "model", f"{holder.key}.path")
-    for problem in shape.tp_problems(sizes.tp_size) + shape.pp_problems(*sizes.blocks):
+    for problem in train_problems(shape, sizes):
         yield Conflict(f"{key}={sizes}: {problem}", keys)
+    if (
+        shape.experts
+        and sizes.tp_size > 1
+        and holder.role in TRAINED
+        and not holder.settings.sequence_parallel
+    ):
+        off = f"{holder.name}.sequence_parallel"
+        yield Conflict(
+            f"{off}=false: Megatron-core trains experts at t={sizes.tp_size} with sequence parallelism alone; set {off}=true,"
+            " or t=1",
+            (off, *keys),
+        )
 
 
 def _positions(config: RunConfig, holder: ModelHolder, shape: ModelShape) -> Iterator[Conflict]:
@@ -169,8 +182,7 @@ def _engines(
     Engines on ranks of their own do not share weights with training shards: their training sizes are their own.
     """
     rollout, width = config.rollout, config.max_tokens
-    pp_problems = shape.pp_problems(gen.pp_size, "p_g")
-    for problem in [*pp_problems, *shape.gen_tp_problems(gen.tp_size, train_tp_size)]:
+    for problem in gen_problems(shape, gen, train_tp_size):
         yield Conflict(f"{key}={gen}: {problem}", (key, "model"))
     if max(gen.pp_size, train_pp_size) > shape.num_layers:
         return

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from hybridengine.config.algorithm import ChosenAlgorithm, Role
 from hybridengine.config.reward_sections import RewardSection, scorer_key
-from hybridengine.config.role_sections import ActorSection, CriticSection, ReferenceSection
+from hybridengine.config.role_sections import ActorSection, CriticSection, MegatronSettings, ReferenceSection
 from hybridengine.config.sections import (
     MAIN_POOL,
     CheckpointSection,
@@ -249,6 +249,11 @@ class ModelHolder(NamedTuple):
     def sizes(self) -> TrainSizes:
         """Sizes (p, t, d)."""
         return self.grid.sizes
+
+    @property
+    def settings(self) -> MegatronSettings:
+        """Features of Megatron-core; the defaults for a model that is not trained."""
+        return self.section if isinstance(self.section, MegatronSettings) else MegatronSettings()
 
     @property
     def path(self) -> str | None:

@@ -18,6 +18,7 @@ from hybridengine.controller.calls import Future, call_log
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.rank_process import RankIdentity, RankProcess, Seat, process_environment
 from hybridengine.errors import ConfigError, WorkerError, raise_all
+from hybridengine.machine import Device
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ class ResourcePool:
         self._placement: PlacementGroup | None = None
         self._processes: list[Any] = []
         self._identities: list[RankIdentity] = []
+        self.devices: tuple[Device, ...] = ()
+        """Device of each rank; empty before the start."""
         self.roles = set[str]()
         """Roles of the pool's worker groups."""
         self._closed = False
@@ -237,8 +240,12 @@ class ResourcePool:
         (port,) = self._on_all("open_store", timeout_s, [(node, timeout_s)])
         limits = MEETING_SHARE * timeout_s, COLLECTIVE_SHARE * self.timeout_s
         try:
-            self._on_all(
-                "join_world", timeout_s, [(identity, node, port, *limits) for identity in self._identities]
+            self.devices = tuple(
+                self._on_all(
+                    "join_world",
+                    timeout_s,
+                    [(identity, node, port, *limits) for identity in self._identities],
+                )
             )
         except RankFailedError as error:  # a traceback does not name hosts and addresses
             raise (error.__cause__ if isinstance(error.__cause__, WorkerError) else error) from None

@@ -18,7 +18,7 @@ from hybridengine.controller import network
 from hybridengine.controller.failures import Outcome, failure_of
 from hybridengine.controller.whereabouts import telling
 from hybridengine.importing import import_object, nothing_collected
-from hybridengine.machine import held_bytes
+from hybridengine.machine import Device, held_bytes, total_bytes, wait_for_device
 from hybridengine.rows.protocols import RankContext
 
 Gpu = tuple[int, str]
@@ -57,7 +57,7 @@ class Call:
 
 
 def _answered(method: Callable[..., Any]) -> Any:
-    """Make a method return an `Outcome` and its result, and never raise."""
+    """Make a method return an `Outcome` and its result, and never raise; the device has ended its work then."""
     ray.method(num_returns=2)(method)  # Ray reads this mark of the function that `wraps` names
 
     @functools.wraps(method)
@@ -66,6 +66,7 @@ def _answered(method: Callable[..., Any]) -> Any:
         self.cost = {}
         try:
             result = method(self, *arguments)
+            wait_for_device()
         except (Exception, SystemExit) as error:  # sent to the controller as data, with rank and traceback
             failure = failure_of(self.rank, error)
         return Outcome(begin, time.time(), failure, held_bytes=held_bytes(), **self.cost), result
@@ -109,9 +110,10 @@ class RankProcess:
     @_answered
     def join_world(
         self, identity: RankIdentity, master_addr: str, master_port: int, meeting_s: float, timeout_s: float
-    ) -> None:
+    ) -> Device:
         """Become a rank: initialise torch.distributed (gloo, and NCCL for GPU tensors), and prepare to exchange rows.
 
+        Returns the rank's device.
         The ranks have `meeting_s` to meet, and `timeout_s` for every later collective.
         """
         import torch
@@ -153,6 +155,9 @@ class RankProcess:
             raise network.not_met(identity.rank, identity.node, error) from None
         with nothing_collected():
             importlib.import_module("hybridengine.controller.row_requests")
+        if identity.node_gpus:
+            return Device(torch.cuda.mem_get_info()[1], is_gpu=True)
+        return Device(total_bytes(), is_gpu=False)
 
     @_answered
     def add_role(self, context: RankContext, worker: str | bytes, config: bytes) -> None:

@@ -92,7 +92,7 @@ class NodeFacts:
 def node_facts() -> NodeFacts:
     """Return the facts about this node; takes as long as importing the libraries."""
     # Imported late, so that this module can be imported even if that one cannot.
-    from hybridengine.machine import available_bytes
+    from hybridengine.machine import available_bytes, total_bytes
 
     shared = Path("/dev/shm")
     return NodeFacts(
@@ -101,7 +101,7 @@ def node_facts() -> NodeFacts:
         has_gpu_device=any(Path("/dev").glob("nvidia[0-9]*")),
         num_cpus=len(os.sched_getaffinity(0)),
         available_bytes=available_bytes(),
-        total_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        total_bytes=total_bytes(),
         shared_memory_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
         **ask_libraries(IMPORTED),
     )

@@ -292,6 +292,11 @@ class Family:
         return ("weight", "bias") if self.qkv_bias else ("weight",)
 
 
+def is_of_expert(name: str) -> bool:
+    """Return True for Megatron's parameters of experts, which have other replicas than the rest of the model."""
+    return ".experts." in name
+
+
 def gated_mlp(prefix: str, hidden: int, ffn: int) -> dict[str, tuple[int, ...]]:
     """Return the logical tensors of a gated MLP."""
     return {

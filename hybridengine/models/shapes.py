@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -158,9 +158,7 @@ class ModelShape(DecoderSizes):
         The stages may be virtual ones, whose number `name` names in the error.
         """
         raise_all(self.pp_problems(pp_size, name))
-        each, longer = divmod(self.num_layers, pp_size)
-        firsts = [stage * each + min(stage, longer) for stage in range(pp_size + 1)]
-        return tuple(range(first, last) for first, last in pairwise(firsts))
+        return _split_layers(self.num_layers, pp_size)
 
     def gen_stage_layers(self, train_pp_size: int, gen_pp_size: int) -> tuple[range, ...]:
         """Return the layers of each generation stage: p/p_g training stages, or even parts if p_g does not divide p."""
@@ -250,6 +248,13 @@ class ModelShape(DecoderSizes):
                 f" of t_g={tp_size}"
             )
         return faults
+
+
+@lru_cache(maxsize=1024)
+def _split_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
+    each, longer = divmod(num_layers, num_stages)
+    firsts = [stage * each + min(stage, longer) for stage in range(num_stages + 1)]
+    return tuple(range(first, last) for first, last in pairwise(firsts))
 
 
 def _one_of(choices: list[int]) -> str:

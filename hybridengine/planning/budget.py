@@ -20,11 +20,11 @@ from hybridengine.config.run_config import TRAINED
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.formatting import format_bytes
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
+from hybridengine.planning.costs.activations import activation_bytes
 from hybridengine.planning.costs.lengths import MicroBatches
 from hybridengine.planning.costs.memory import (
     ModelMemory,
     StateBytes,
-    activation_bytes,
     engine_weight_bytes,
     model_memory,
 )
@@ -34,6 +34,8 @@ HOST_BYTES = 2**30
 """Approximate host memory of the libraries in one rank's process, without weights."""
 SAVE_BYTES = 4
 """Bytes per parameter of a rank's shard, below which the copies of a save stay (backends/megatron/checkpoint.py)."""
+SAVE_BUFFER_BYTES = 64 * 2**20
+"""Size of the pinned buffer through which a save copies (backends/megatron/offload.py)."""
 GPU_BYTES = 4 * 2**30
 """Estimate of what a rank holds beside tensors: CUDA's context and kernels 1 GiB, buffers of 8 NCCL groups 3 GiB."""
 GRAPH_BYTES = 2**30
@@ -61,13 +63,13 @@ class Budget:
         """Phase with the most bytes on the device."""
         return max(self.device_bytes, key=lambda phase: self.device_bytes[phase])
 
-    def excess(self, device_bytes: int) -> str | None:
+    def excess(self, device_bytes: int, device: str = "the device") -> str | None:
         """Return by how much the largest phase exceeds a device of this size, as text; None if the budget fits."""
         needed = self.device_bytes[self.peak]
         if needed <= device_bytes:
             return None
         return (
-            f"phase {self.peak!r} of pool {self.pool} needs {format_bytes(needed)} on its fullest rank, and the device"
+            f"phase {self.peak!r} of pool {self.pool} needs {format_bytes(needed)} on its fullest rank, and {device}"
             f" has {format_bytes(device_bytes)}: {(needed - device_bytes) / 1e9:.1f} GB are missing"
         )
 
@@ -96,7 +98,8 @@ def pool_models(config: RunConfig, pool: str) -> list[tuple[ModelHolder, ModelMe
     for holder in model_holders(config):
         if config.pool_of(holder.role) == pool:
             shape, trains = holder_shape(config, holder), holder.role in TRAINED
-            found.append((holder, model_memory(shape, holder.sizes, config.model.dtype, trains=trains)))
+            memory = model_memory(shape, holder.sizes, config.model.dtype, holder.settings, trains=trains)
+            found.append((holder, memory))
     return found
 
 
@@ -138,7 +141,7 @@ def _load(models: list[tuple[ModelHolder, ModelMemory]], states: list[StateBytes
     for (_, memory), state in zip(models, states, strict=True):
         copies = 2 if memory.gradients_bytes else 1
         peak = max(peak, held + copies * memory.weights_bytes + memory.gradients_bytes)
-        held += state.idle
+        held += state.idle - memory.fp8_bytes
         peak = max(peak, held)
     return peak
 
@@ -175,9 +178,8 @@ def _activations(config: RunConfig, holder: ModelHolder, *, trains: bool) -> int
         holder.sizes,
         config.model.dtype,
         MicroBatches(-(-all_tokens // tokens), tokens, responses, longest),
+        holder.settings,
         trains=trains,
-        recompute=getattr(section, "recompute", "none"),
-        sequence_parallel=getattr(section, "sequence_parallel", True),
     )
 
 
@@ -192,7 +194,10 @@ def engine_activations(config: RunConfig, shape: ModelShape, tp_size: int) -> in
 
 
 def _host_bytes(config: RunConfig, models: list[tuple[ModelHolder, ModelMemory]]) -> int:
-    """Return the bytes of offloaded state, and of the copies of a save, all models of which save at once."""
+    """Return the bytes of offloaded state, and of the copies and buffers of a save, all models of which save at once.
+
+    Offloaded state takes its own bytes, but for the alignment of its tensors (`HostBuffer`).
+    """
     offloaded, saved = 0, 0
     for holder, memory in models:
         offloaded += memory.optimizer_bytes * _offloads(holder, "optimizer")
@@ -200,7 +205,7 @@ def _host_bytes(config: RunConfig, models: list[tuple[ModelHolder, ModelMemory]]
         if config.checkpoint.every and memory.gradients_bytes:
             num_parameters = memory.weights_bytes // DTYPE_BYTES[config.model.dtype]
             whole = memory.optimizer_bytes + memory.weights_bytes // holder.sizes.dp_size
-            saved += min(SAVE_BYTES * num_parameters, whole)
+            saved += min(SAVE_BYTES * num_parameters, whole) + SAVE_BUFFER_BYTES
     return offloaded + saved
 
 

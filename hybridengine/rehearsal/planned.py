@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hybridengine.config import RunConfig, model_holders, model_shape
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.planning.budget import budget_of, engine_activations
+from hybridengine.planning.costs.activations import activation_bytes
 from hybridengine.planning.costs.dataflows import Work
 from hybridengine.planning.costs.lengths import Lengths
-from hybridengine.planning.costs.memory import activation_bytes, model_memory
+from hybridengine.planning.costs.memory import model_memory
 from hybridengine.planning.costs.workload import workload_of
 from hybridengine.training.dry_run import cost_of
 
 
 def planned_peaks(config: RunConfig) -> dict[str, int]:
     """Return phase -> peak bytes, for calls with a model on the actor's ranks; rows are as long as the run allows."""
+    config = for_cpu(config)
     limit = config.rollout.max_response_tokens
     workload = workload_of(config, Lengths.of(f"constant:{limit}", limit))
     sizes = {holder.name: holder.sizes for holder in model_holders(config)}
@@ -45,10 +49,19 @@ def planned_peaks(config: RunConfig) -> dict[str, int]:
                 sizes[model.name],
                 workload.dtype,
                 micro,
+                model.settings,
                 trains=updates,
-                recompute=model.recompute,
-                sequence_parallel=model.sequence_parallel,
             )
             own = states[model.name].update - states[model.name].idle if updates else 0
             found[label] = idle + own + kept
     return found
+
+
+def for_cpu(config: RunConfig) -> RunConfig:
+    """Return the configuration without CUDA graphs, with which a switch has the same peak, and without FP8."""
+    changed: dict[str, Any] = {"rollout": config.rollout.model_copy(update={"cuda_graphs": False})}
+    for name in ("actor", "critic", "cost_critic"):
+        section = getattr(config, name, None)
+        if section is not None:
+            changed[name] = section.model_copy(update={"fp8": "none"})
+    return config.model_copy(update=changed)

@@ -12,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.backends.megatron import weights
+from hybridengine.backends.megatron import offload, weights
 from hybridengine.backends.megatron.checkpoint import BackgroundSave
 from hybridengine.backends.megatron.groups import embedding_groups
 from hybridengine.backends.megatron.offload import HostBuffer
@@ -27,7 +28,8 @@ from hybridengine.planning.costs.dataflows import Call, Work, calls_of
 from hybridengine.rehearsal.counting import StorageCounter, TrafficCounter
 from hybridengine.rehearsal.engine import engine_without_values
 from hybridengine.rehearsal.figures import Held, Phase, RankRehearsal
-from hybridengine.rehearsal.fused_norms import fused_norms
+from hybridengine.rehearsal.fused_layers import fused_layers
+from hybridengine.rehearsal.planned import for_cpu
 from hybridengine.rehearsal.replacing import all_replaced, replaced
 from hybridengine.rehearsal.shapes_only import ShapesOnly
 from hybridengine.rehearsal.stand_ins import WeightsWithoutValues, longest_rows, write_model_config
@@ -36,6 +38,7 @@ from hybridengine.rows.protocols import PROTO_3D_ALL_MICRO_DP, GroupTopology, Ra
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import named_groups
 from hybridengine.topology.links import NodeMap
+from hybridengine.topology.sizes import TrainSizes
 from hybridengine.training.launch import WORKERS
 
 DRAWN_TOKENS = 2
@@ -49,25 +52,15 @@ def rehearse(config: RunConfig, rank: int) -> RankRehearsal:
 
     It is the first iteration after a resume: the optimizers have moments from the start. Rows have the longest prompts
     and responses. Of an update, one optimizer step is rehearsed, and of all passes as many micro-batches as fill the
-    pipeline.
+    pipeline and one more.
     """
-    config = _for_cpu(config)
+    config = for_cpu(config)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         one = _Rank(config, rank, Path(folder), stack)
         one.build()
         one.iterate()
         one.save()
         return one.result()
-
-
-def _for_cpu(config: RunConfig) -> RunConfig:
-    """Return the configuration without CUDA graphs, with which a switch has the same peak, and without FP8."""
-    changed: dict[str, Any] = {"rollout": config.rollout.model_copy(update={"cuda_graphs": False})}
-    for name in ("actor", "critic", "cost_critic"):
-        section = getattr(config, name, None)
-        if section is not None:
-            changed[name] = section.model_copy(update={"fp8": "none"})
-    return config.model_copy(update=changed)
 
 
 class _Rank:
@@ -88,7 +81,7 @@ class _Rank:
         stack.enter_context(rehearsed_world(rank, nodes.num_ranks, local, self._traffic.count))
         stack.enter_context(self._storages.resizes_counted())
         if config.cluster.device != "cpu":
-            stack.enter_context(fused_norms())
+            stack.enter_context(fused_layers())
         stack.enter_context(engine_without_values(self._mode, nodes))
         stack.enter_context(replaced(weights, "SafetensorsFolder", WeightsWithoutValues))
         stack.enter_context(self._host_memory_counted())
@@ -175,7 +168,7 @@ class _Rank:
             worker.run = config.model_copy(update={"rollout": rollout})
         else:
             num_rows = -(-call.num_rows // holder.sizes.dp_size)
-            num_rehearsed = self._num_rehearsed(num_rows, worker, call.work, holder.sizes.pp_size, unit)
+            num_rehearsed = self._num_rehearsed(num_rows, worker, call.work, holder.sizes, unit)
         if call.method == "update" and getattr(worker.section, "kl_loss_coef", 0):
             columns.append("ref_log_probs")
         rows = longest_rows(config, num_rehearsed, columns, worker.shape.vocab_size)
@@ -187,12 +180,19 @@ class _Rank:
             getattr(worker, call.method)(rows, *arguments)
         worker.run = config
 
-    def _num_rehearsed(self, num_rows: int, worker: Any, work: Work, pp_size: int, unit: int) -> int:
-        """Return the rows of as many micro-batches as fill the pipeline and one more, at most those of a step."""
+    def _num_rehearsed(self, num_rows: int, worker: Any, work: Work, sizes: TrainSizes, unit: int) -> int:
+        """Return the rows of the fewest micro-batches with as many in flight as in the call, and with one more pass."""
         if work is Work.UPDATE:
             num_rows = -(-num_rows // unit // worker.section.mini_batches) * unit
-        at_once = max(1, worker.max_tokens // (self._config.max_tokens * unit))
-        return min(num_rows, (pp_size + 1) * at_once * unit)
+        at_once = max(1, worker.max_tokens // (self._config.max_tokens * unit)) * unit
+        count = -(-num_rows // at_once)
+        most = sizes.passes_in_flight(count, 0)
+        enough = (
+            fewer
+            for fewer in range(sizes.pp_size + 1, count)
+            if sizes.passes_in_flight(fewer, 0) == most < fewer * sizes.virtual_stages
+        )
+        return min(num_rows, next(enough, count) * at_once)
 
     def save(self) -> None:
         """Copy all trained models as a checkpoint does."""
@@ -230,7 +230,14 @@ class _Rank:
             with self._storages.on_host():
                 return host_copy(buffer, tensor)
 
-        with all_replaced((HostBuffer, "take", taken), (HostBuffer, "host_copy", copied)):
+        def without_values(num_bytes: int) -> Tensor:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+
+        with all_replaced(
+            (HostBuffer, "take", taken),
+            (HostBuffer, "host_copy", copied),
+            (offload, "own_pages", without_values),
+        ):
             yield
 
     def result(self) -> RankRehearsal:

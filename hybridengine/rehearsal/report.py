@@ -11,15 +11,15 @@ from hybridengine.rehearsal.figures import Phase, RankRehearsal
 
 NOT_REHEARSED = (
     "values: a number that code reads from a tensor is 0 or 1, so that nothing is said of losses and tokens",
-    "kernels and layers of a GPU: Megatron-core's local layers, with the memory of fused attention and norms, stand for"
-    " Transformer Engine's, and vLLM's build for CPUs for that with CUDA and graphs",
+    "kernels and layers of a GPU: Megatron-core's local layers, with the memory of fused kernels, stand for Transformer"
+    " Engine's, and vLLM's build for CPUs for that with CUDA and graphs",
     "allocators: workspaces, communicators and fragmentation are not counted",
     "files: weights come without values, and a checkpoint ends with its copy in host memory",
 )
 """Parts of a run that a rehearsal does not exercise."""
 MOST_DIFFERENCE = 0.05
 """Share of the planned bytes from which a difference is marked."""
-LEFT_OUT = "the planner leaves out temporaries, small tensors, and buffers of the engine"
+LEFT_OUT = "the planner leaves out small tensors, temporaries of optimizer steps, and buffers of the engine"
 
 
 def rehearsal_lines(ranks: Sequence[RankRehearsal], planned: Mapping[str, int], num_ranks: int) -> list[str]:

@@ -185,9 +185,23 @@ class TrainSizes(Sizes):
         return self.num_ranks // self.dp_size
 
     @property
+    def expert_replicas(self) -> int:
+        """t·d·c / (e·etp): the ranks of a stage that hold the same shards of experts."""
+        return self.num_ranks // (self.pp_size * self.expert_parts * self.expert_shards)
+
+    @property
     def shares_experts(self) -> bool:
         """True if replicas compute with one another's experts, so that they must take part in the same passes."""
         return self.tp_size * self.cp_size % (self.expert_parts * self.expert_shards) != 0
+
+    @property
+    def row_unit(self) -> int:
+        """Number of which the tokens of each row are a multiple, by padding: 2c with context-parallel ranks."""
+        return 2 * self.cp_size if self.cp_size > 1 else 1
+
+    def num_passes(self, num_micro_batches: int) -> int:
+        """Return the micro-batches that the stages compute: the interleaved schedule fills fewer than p up to p."""
+        return max(num_micro_batches, self.pp_size) if self.virtual_stages > 1 else num_micro_batches
 
     def passes_per_block(self, num_micro_batches: int) -> int:
         """Return the micro-batches that a block of layers of the interleaved schedule computes before the next one does.
@@ -196,6 +210,14 @@ class TrainSizes(Sizes):
         """
         p = self.pp_size
         return next(size for size in range(p, num_micro_batches + 1) if not 0 < num_micro_batches % size < p)
+
+    def passes_in_flight(self, num_micro_batches: int, stage: int) -> int:
+        """Return the number of passes of a block of layers that a stage begins before it ends its first backward pass."""
+        p, v = self.pp_size, self.virtual_stages
+        if v == 1:
+            return min(p - stage, num_micro_batches)
+        count = self.num_passes(num_micro_batches)
+        return min(2 * (p - stage) - 1 + (v - 1) * self.passes_per_block(count), count * v)
 
     @property
     def blocks(self) -> tuple[int, str]:

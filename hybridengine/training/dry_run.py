@@ -48,6 +48,7 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
         + (f", d_g={generation.micro_dp_size}" if generation.nests else ", sizes that do not nest"),
         *_padding_lines(config),
         _decoding_line(config),
+        *_draws_lines(config),
         f"switch: each rank receives at most {format_bytes(cost.received_bytes_max)}"
         f" ({cost.received_bytes_max / total:.1%} of the model), peak"
         f" {format_bytes(cost.peak_weight_bytes_max)} of weights (training shard"
@@ -73,6 +74,17 @@ def _decoding_line(config: RunConfig) -> str:
     why = "rollout.cuda_graphs=true" if config.rollout.cuda_graphs else "the default on GPUs"
     where = "" if config.cluster.device == "cuda" else ", eager where ranks have no GPUs"
     return f"decoding: CUDA graphs ({why}){where}"
+
+
+def _draws_lines(config: RunConfig) -> list[str]:
+    """Return a line for engines with pipeline stages on GPUs, whose sampler takes the responses one after another."""
+    sizes = config.generation.parallel if config.engines else config.actor.generate
+    if sizes.pp_size == 1 or config.cluster.device == "cpu":
+        return []
+    return [
+        f"draws: p_g={sizes.pp_size} takes vLLM's first model runner, which draws one response after another, about 10 us"
+        " each in every step; p_g=1 draws all at once, and other tokens for the same seeds"
+    ]
 
 
 def _pool_lines(config: RunConfig) -> list[str]:

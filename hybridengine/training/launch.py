@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -21,9 +22,10 @@ from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.rewards import score_column
 from hybridengine.drivers.roles import Roles, Scorers
-from hybridengine.errors import ConfigError
+from hybridengine.errors import ConfigError, raise_all
 from hybridengine.rollouts.engines import Engines
 from hybridengine.topology.sizes import TrainSizes
+from hybridengine.training.devices import Placed, budgets_of, device_problems
 
 WORKERS = {
     "actor": "workers.actor.ActorWorker",
@@ -64,6 +66,7 @@ class RunPools:
         use_gpus = config.cluster.device == "cuda" or (config.cluster.device == "auto" and has_gpus)
         if config.rollout.cuda_graphs and not use_gpus:
             raise ConfigError("rollout.cuda_graphs=true needs GPUs, and the run has none; leave it false")
+        self._use_gpus = use_gpus
         self._rooms = [offer.num_ranks(1, use_gpus) for offer in offers]
         if len(config.pools) > 1 and config.num_ranks > sum(self._rooms):
             raise ConfigError(
@@ -94,11 +97,17 @@ class RunPools:
             pools[place].reserve()
 
     def start(self) -> None:
-        """Start the processes of all pools concurrently on their nodes."""
+        """Start the processes of all pools concurrently on their nodes; a ConfigError if models do not fit there."""
         self.reserve()
         with ThreadPoolExecutor(len(self._pools)) as threads:
-            for started in [threads.submit(pool.start) for pool in self._pools.values()]:
-                started.result()
+            started = [threads.submit(pool.start) for pool in self._pools.values()]
+            budgets = budgets_of(self._config, on_gpus=self._use_gpus)
+            for one in started:
+                one.result()
+        ranks = defaultdict[str, list[Placed]](list)
+        for name, pool in self._pools.items():  # every engine has a pool of its own
+            ranks[name.partition(".")[0]] += map(Placed, pool.nodes, pool.devices)
+        raise_all(device_problems(budgets, ranks))
 
     def wait(self) -> None:
         """Wait for every call made so far, but for those of engines, which are always at work."""

@@ -26,6 +26,7 @@ from hybridengine.data.datasets import DemonstrationDataset
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.errors import HybridEngineError, OutputError, WorkerError, raise_all
 from hybridengine.formatting import format_bytes
+from hybridengine.machine import total_bytes
 from hybridengine.planning.budget import HOST_BYTES
 from hybridengine.planning.simulation.bound_prices import bound_warning
 from hybridengine.redaction import without_secrets
@@ -240,7 +241,7 @@ def local_problems(config: RunConfig) -> list[str]:
     ]
     if problems:
         return problems
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = total_bytes()
     room = max(1, memory // HOST_BYTES)
     if config.num_ranks > room:
         return [

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.backends.megatron.checkpoint import HELD_BYTES, BackgroundSave, BoxPlanner, load_checkpoint
-from hybridengine.backends.megatron.offload import PART_BYTES, HostBuffer, WeightOffload
+from hybridengine.backends.megatron.offload import ALIGNMENT, PART_BYTES, HostBuffer, WeightOffload
 from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
@@ -30,16 +30,21 @@ def train_with_offload(rank: int, folder: Path, checkpoint: Path, dtype: str) ->
     plain, moved, loaded = (make_trainer(shape, grid, rank, ProcessGroups(), folder, dtype) for _ in range(3))
     for trainer in (moved, loaded):
         trainer.start_optimizer(SETTINGS, DECAY_STEPS, offload="optimizer")
-    places, on_device = list[set[int]](), list[bool]()
+    places, on_device, host_bytes = list[set[int]](), list[bool](), list[tuple[int, int, int]]()
     for index in range(4):
         for trainer in (plain, moved):
             step(trainer, index)
+        in_fp8 = {"weight": torch.zeros(2)}
+        setattr(moved._chunks[0].decoder, "_fp8_workspaces", in_fp8)  # noqa: B010  # as layers of Transformer Engine
         moved.leave_training()
+        assert not in_fp8
         moved.leave_training()  # a switch that has failed begins once more
         state = moved.optimizer_parts().values()
         masters = [part.master for part in state if dtype == "bfloat16"]  # else views of the weights
         tensors = masters + [moment for part in state for moment in part.moments.values()]
         places.append({tensor.untyped_storage().data_ptr() for tensor in tensors})
+        held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        host_bytes.append((sum(held.values()), sum(tensor.nbytes for tensor in tensors), len(tensors)))
         if index == 2:
             ended(BackgroundSave(moved, checkpoint, {}))
             loaded.leave_training()
@@ -54,6 +59,7 @@ def train_with_offload(rank: int, folder: Path, checkpoint: Path, dtype: str) ->
         "differing after loading": differing(state_of(plain), state_of(loaded)),
         "places": places,
         "on_device": on_device,
+        "host_bytes": host_bytes,
     }
 
 
@@ -70,6 +76,8 @@ def test_steps_with_offload_equal_those_without(dtype: str, tmp_path: Path, run_
         assert all(len(places) == 1 for places in seen["places"]), "the state is in one buffer"
         assert len(set().union(*seen["places"])) == 1, "which is persistent"
         assert all(seen["on_device"])
+        for held, state, num_tensors in seen["host_bytes"]:
+            assert state <= held <= state + num_tensors * ALIGNMENT
 
 
 def compute_with_offload(rank: int, folder: Path) -> list[tuple[int, bool]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.resharding.copy_services.nccl_copy_service import NCCLCopyService
 
 from hybridengine.bench.reshard.measurement import METHODS, SwitchBenchWorker, measure_pair
+from hybridengine.bench.reshard.methods import megatron_core
 from hybridengine.bench.reshard.methods.gather_all import Full
 from hybridengine.bench.reshard.methods.method import Method
 from hybridengine.bench.reshard.methods.micro_dp import MicroDp
@@ -155,3 +159,36 @@ def test_a_method_that_delivers_wrong_weights_ends_the_benchmark(
     spec = spec_of("1-2-1:1-1", methods=(name,), timeout_s=5.0)
     with pytest.raises(RankError, match=message):
         run_ranks(2, damaged, spec, name, damage)
+
+
+def measure_with_nccl_service(rank: int, spec: BenchSpec) -> tuple[PairResult, list[str]]:
+    """Measure with the service of GPUs, over gloo; return the results, and what its copies' stream did.
+
+    There is no GPU: the stream is a stand-in, and so is the context in which copies are queued on it.
+    """
+
+    class Service(NCCLCopyService):
+        gloo_pg = property(lambda self: dist.group.WORLD)
+
+    megatron_core.GlooCopyService = Service  # type: ignore[misc]
+    seen = list[str]()
+    megatron_core._ANSWERS["stream"] = lambda stream: seen.append("copies") or contextlib.nullcontext()
+    (pair,) = spec.pairs
+    topology = GroupTopology.parse(str(pair.train), str(pair.gen))
+    context = RankContext("bench", rank, topology.num_ranks, topology, topology.grid.coordinate(rank), "")
+    worker = SwitchBenchWorker(context, spec, pair)
+    service = worker._methods[MethodName.MEGATRON_CORE.value]._service  # type: ignore[attr-defined]
+    service._copy_stream = SimpleNamespace(wait_stream=lambda other: seen.append("waits"))
+    return measure_pair(spec, pair, AllRanks(worker), lambda text: None), seen
+
+
+def test_the_service_of_gpus_moves_the_same_and_copies_what_is_there(run_ranks: RankLauncher) -> None:
+    """The benchmark itself checks the weights. Local copies run on a stream that has waited for their sources."""
+    spec = spec_of("1-2-2:1-1", methods=(MethodName.MEGATRON_CORE,))
+    by_gloo = run_ranks(4, measured, spec)[0][0].results[0]
+    by_nccl = run_ranks(4, measure_with_nccl_service, spec)
+    for result, seen in by_nccl:
+        for name in ("received_bytes_max", "redundant_bytes_max"):
+            assert result.results[0][name] == by_gloo[name] > 0
+        assert re.fullmatch(rf"(waits(copies)*){{{1 + spec.repetitions}}}", "".join(seen)), seen
+    assert any("copies" in seen for _, seen in by_nccl)

@@ -1,19 +1,24 @@
-"""A transport for several ranks on one GPU, where NCCL refuses to work: messages go through host memory and gloo."""
+"""Messages between several ranks on one GPU, where NCCL refuses to work: through host memory and gloo."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from hybridengine.weights.transport import Messages, Pending, PointToPointTransport
 from tests.gloo.staged_transport import StagedTransport
 
 
 class HostTransport(PointToPointTransport):
-    """Copies what is sent to pinned memory before, and what has been received from there after."""
+    """Copies tensors to pinned memory before they are sent, and from there after they have been received."""
 
     def post(self, messages: Messages) -> Pending:
         staged, received = [], list[tuple[Tensor, Tensor]]()
@@ -43,4 +48,39 @@ class _HostPending(Pending):
 
 
 class StagedHostTransport(StagedTransport, HostTransport):
-    """Also calls a function at each stage of a switch."""
+    """Calls a function at each stage of a switch, too."""
+
+
+class _Receive:
+    """Request of a message into host memory; waiting for it fills the tensor on the device."""
+
+    def __init__(self, request: Any, tensor: Tensor, host: Tensor) -> None:
+        self._request, self._tensor, self._host = request, tensor, host
+
+    def wait(self) -> None:
+        self._request.wait()
+        self._tensor.copy_(self._host)
+
+
+@contextlib.contextmanager
+def messages_through_host() -> Iterator[None]:
+    """Let pipeline stages and context ranks exchange tensors of a GPU through host memory while the context is open.
+
+    gloo's collectives copy such tensors themselves; its messages between two ranks would read a GPU's addresses.
+    """
+    isend, irecv = distributed_c10d.isend, distributed_c10d.irecv
+
+    def send(tensor: Tensor, *to: Any, **also: Any) -> Any:
+        return isend(tensor.detach().to("cpu", copy=True), *to, **also)
+
+    def receive(tensor: Tensor, *of: Any, **also: Any) -> _Receive:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return _Receive(irecv(host, *of, **also), tensor.detach(), host)
+
+    with contextlib.ExitStack() as stack:
+        for module in (
+            dist,
+            distributed_c10d,
+        ):  # Megatron-core and Transformer Engine call the former by name
+            stack.enter_context(mock.patch.multiple(module, isend=send, irecv=receive))
+        yield

@@ -1,11 +1,10 @@
-"""Start a check in processes of its own on the GPU: each begins with an empty device, and vLLM's groups are made
-once."""
+"""Start the processes of a check on the GPU."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,10 @@ from tests.gloo.ranks import ENVIRONMENT, RankLauncher
 
 
 class DeviceLauncher(RankLauncher):
-    """Runs module-level functions on new processes: a fork could not use CUDA. Without a GPU they run on the CPU."""
+    """Runs module-level functions in new processes, because a fork cannot use CUDA; without a GPU they use the CPU.
+
+    Each check begins with an empty device, and vLLM creates its groups only once in a process.
+    """
 
     def __init__(self) -> None:
         self._context: Any = multiprocessing.get_context("spawn")
@@ -26,12 +28,11 @@ class DeviceLauncher(RankLauncher):
         world_size: int,
         function: Callable[..., Any],
         *args: Any,
-        timeout_s: float = 240.0,
-        may_die: Collection[int] = (),
         backend: str = "",
         environment: Mapping[str, str] | None = None,
+        **options: Any,
     ) -> list[Any]:
-        """Return the result of `function(rank, *args)` of every rank, as `RankLauncher` does.
+        """Return the result of `function(rank, *args)` of every rank, as `RankLauncher` does with the same `options`.
 
         Args:
             backend: by default that of a run: NCCL for tensors on the GPU.
@@ -41,6 +42,4 @@ class DeviceLauncher(RankLauncher):
         backend = backend or ("cpu:gloo,cuda:nccl" if has_gpu else "gloo")
         variables = rank_environment(use_gpus=has_gpu) | ENVIRONMENT | dict(environment or {})
         with mock.patch.dict(os.environ, variables):
-            return super().__call__(
-                world_size, function, *args, timeout_s=timeout_s, may_die=may_die, backend=backend
-            )
+            return super().__call__(world_size, function, *args, backend=backend, **options)

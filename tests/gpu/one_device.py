@@ -1,11 +1,12 @@
-"""What the checks run on a rank: models without checkpoint files, a trainer and an engine in one HybridEngine, figures.
+"""Parts of the checks on a rank: models without checkpoint files, a trainer and an engine in one HybridEngine, figures.
 
-Everything takes the device of the machine, so that the same functions run on a CPU
+Everything runs on the device of the machine, so that the same functions run on a CPU
 (tests/full/engines/test_gpu_checks.py).
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from hybridengine.backends.policy import StepResult
 from hybridengine.backends.predictions import Predictions
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
-from hybridengine.config.role_sections import OptimizerSection
+from hybridengine.config.role_sections import MegatronSettings, OptimizerSection
 from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.compiler import compile_plan
 from hybridengine.rows.micro_batches import cut_rows, gather_rows
@@ -69,7 +70,7 @@ BILLIONS = {
 }
 """Sizes of Qwen2.5-1.5B."""
 WEIGHT_STD = 0.02
-"""That of most models at their start: larger weights amplify the rounding of bfloat16 from layer to layer."""
+"""Standard deviation of weights, as most models have it at their start; larger ones amplify the rounding of bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,13 @@ def device_bytes() -> DeviceBytes:
         total - free,
         stats.get("num_device_alloc", 0),
     )
+
+
+def pinned_bytes() -> int:
+    """Return the bytes of torch's allocator of pinned host memory, used or cached; 0 on a CPU."""
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.host_memory_stats()["allocated_bytes.current"]
 
 
 def forget_peak() -> None:
@@ -132,7 +140,7 @@ def begin(rank: int) -> tuple[str, ProcessGroups]:
 
 
 def fill(weights: WeightStorage) -> None:
-    """Draw weights from a seed of each parameter's name: any process has the same on the same kind of device."""
+    """Draw each parameter from a seed that follows from its name: all processes have equal weights on equal devices."""
     for name in weights.names:
         generator = torch.Generator(weights[name].device).manual_seed(zlib.crc32(name.encode()))
         mean = 1.0 if "norm" in name and not name.endswith("bias") else 0.0
@@ -140,11 +148,14 @@ def fill(weights: WeightStorage) -> None:
 
 
 def make_trainer(
-    folder: Path, registry: ProcessGroups, dtype: str = "bfloat16", offload: str = "none", grid: Grid = ALONE
+    folder: Path,
+    registry: ProcessGroups,
+    offload: str = "none",
+    settings: MegatronSettings = MegatronSettings(),
 ) -> MegatronTrainer:
-    """Return rank 0's trainer of drawn weights, with a fresh optimizer."""
-    shape = ModelShape.from_folder(folder)
-    trainer = MegatronTrainer(shape, grid, 0, registry, dtype=dtype, names=available_names())
+    """Return a trainer in bfloat16 that is alone, of drawn weights, with a fresh optimizer."""
+    shape, names = ModelShape.from_folder(folder), available_names()
+    trainer = MegatronTrainer(shape, ALONE, 0, registry, "bfloat16", names, settings)
     fill(trainer.weights)
     trainer.start_optimizer(OPTIMIZER, offload=offload)
     return trainer
@@ -159,7 +170,7 @@ def make_hybrid(
     verify: Verify = Verify.FIRST,
     bucket_elements: int = BUCKET_ELEMENTS,
 ) -> tuple[HybridEngine, VllmEngine]:
-    """Return a HybridEngine of a trainer that is alone, built in the order of a run, and its engine."""
+    """Return a HybridEngine and its engine for a trainer of one rank, built in the order of a run."""
     trainer.leave_training()
     engine = VllmEngine(folder, trainer.shape, GenerationGrid(ALONE, GenSizes(1, 1)), settings, identity)
     plan = compile_plan(trainer.layout, engine.layout, (0,), bucket_elements)
@@ -210,14 +221,21 @@ def drawn_rows(num: int, prompt: int, response: int, vocab_size: int) -> TensorD
 def negative_log_likelihood(
     predictions: Predictions, columns: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor, Any]:
-    """The loss of every check: that of the response tokens, as a sum."""
+    """Return the loss of every check, the sum over response tokens, and their number; collect both."""
     log_probs, _ = response_log_probs(predictions, columns, 1.0)
-    return -(log_probs * columns["mask"]).sum(), columns["mask"].sum().int(), None
+    loss, num_tokens = -(log_probs * columns["mask"]).sum(), columns["mask"].sum().int()
+    return loss, num_tokens, (loss.detach(), num_tokens)
 
 
 def step(trainer: MegatronTrainer, rows: TensorDict, max_tokens: int = 16384) -> StepResult:
-    """Take an optimizer step on the rows."""
+    """Take an optimizer step on the rows; on the last stage it collects (loss, tokens) of each micro-batch."""
     return trainer.train_step([part.columns for part in cut_rows(rows, max_tokens)], negative_log_likelihood)
+
+
+def mean_loss(result: StepResult) -> float:
+    """Return the mean loss of a step's tokens; NaN on a stage without losses."""
+    losses, counts = ([float(one[place]) for one in result.collected] for place in (0, 1))
+    return sum(losses) / sum(counts) if counts else math.nan
 
 
 def log_probs_of(model: MegatronModel, rows: TensorDict, max_tokens: int = 16384) -> Tensor:

@@ -1,4 +1,4 @@
-"""Decoding: what CUDA graphs and asynchronous scheduling are worth."""
+"""Speed of decoding with CUDA graphs, and with asynchronous scheduling."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Decoded:
 
 
 def settings_of_a_run(folder: Path, kv_cache_bytes: int) -> EngineSettings:
-    """Return the settings that a run on a GPU has if its file says nothing of graphs."""
+    """Return the settings of a run on a GPU whose configuration does not mention graphs."""
     sections: dict[str, Any] = {
         "run": {"steps": 1},
         "cluster": {"ranks_per_node": [1], "device": "cuda"},
@@ -94,7 +94,7 @@ def test_graphs_are_on_by_default_and_faster(on_device, folder, note):
     one's time, and if asynchronous scheduling on top draws the same first 32 tokens for three quarters of the prompts:
     with a seed for each position, none would remain if a draw took the seed of another position.
 
-    The gain of asynchronous scheduling is printed, and no bound of the test: it decides whether a run should have it.
+    The gain of asynchronous scheduling is printed, without a bound; it decides whether runs should use it.
     """
     one_device.write_config(folder, **BILLIONS)
     usual = replace(settings_of_a_run(folder, 16 * GIB), max_sequences=NUM_SEQUENCES)

@@ -1,4 +1,4 @@
-"""One rank of a 70B model on its own, in torch's fake world: shapes are real, and what other ranks send is not.
+"""One rank of a 70B model on its own, in torch's fake world: shapes are real, the data of other ranks is not.
 
 Collectives of the `fake` backend return at once, so that times are those of computing, an upper bound of a cluster's.
 """

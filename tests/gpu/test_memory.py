@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 NUM_CYCLES = 6
 KV_SHARE = 0.55
 SLACK_BYTES = 5 * GIB
-"""What neither ledger counts: vLLM's buffers and graphs, work spaces of libraries, blocks that both allocators
+"""Memory that neither ledger counts: vLLM's buffers and graphs, work spaces of libraries, blocks that both allocators
 round up."""
 GROWTH_BYTES = 512 * MIB
 

@@ -1,4 +1,4 @@
-"""The engine starts on a device that is not empty, as that of a trainer is not."""
+"""Start of the engine on a device on which a trainer has tensors already."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def start_beside(rank: int, folder: Path, ballast_bytes: int, kv_cache_bytes: in
 
 
 def test_the_engine_starts_beside_a_trainer(on_device, folder, note):
-    """Passes if vLLM is built and generates while 15 GiB of the device are taken: a trainer of 7B has that much
-    before it.
+    """Passes if vLLM is built and generates while 15 GiB of the device are taken: a trainer of 7B holds that much
+    by then.
 
     vLLM refuses to start if less than its share of the device is free, even where the KV cache's size is given.
     """

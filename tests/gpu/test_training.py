@@ -20,13 +20,16 @@ from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.trainer import MegatronModel
 from hybridengine.backends.megatron.weights import load_weights
 from hybridengine.families.family import NameSet
+from hybridengine.machine import held_bytes
 from hybridengine.models.shapes import ModelShape
 from tests.gloo.tiny_models import write_model
 from tests.gpu import one_device
-from tests.gpu.one_device import ALONE, GIB, OPTIMIZER, SMALL
+from tests.gpu.one_device import ALONE, GIB, MIB, OPTIMIZER, SMALL
 
 pytestmark = pytest.mark.gpu
 
+HOST_SLACK_BYTES = 96 * MIB
+"""Growth of a process's host memory for other reasons between two times of leaving training."""
 ROUNDING = 2.0
 """Largest ratio of Megatron's errors in bfloat16 to those of transformers in bfloat16."""
 MODEL: dict[str, Any] = {
@@ -121,7 +124,7 @@ def take_steps(rank: int, folder: Path) -> Steps:
 
 
 def check_adam(before: dict[str, Tensor], after: dict[str, Tensor]) -> float:
-    """Assert that a step is AdamW's, in float64, for the gradient that the first moment tells; return the largest
+    """Assert that a step is AdamW's, in float64, for the gradient that follows from the first moment; return the largest
     error.
 
     The error is relative to the learning rate, which is about the size of an update.
@@ -179,34 +182,79 @@ class Offloaded:
     gradient_bytes: int
     grad_norm: float
     """Norm of the gradient of the step that follows."""
+    host_bytes: int
+    """Bytes of the blocks of host memory in which moments and master weights wait."""
+    is_pinned: bool
+    """True if these blocks are pinned."""
+    host_growth_bytes: int
+    """Growth of the process's host memory since the state last waited there, when it was master weights only."""
+    allocator_bytes: int
+    """Growth of the memory that torch's allocator of pinned memory holds, over both."""
 
 
 def leave_and_enter(rank: int, folder: Path) -> Offloaded:
+    """Leave training before there are moments, as a run does to build its engine, and after two steps."""
     _, registry = one_device.begin(rank)
     trainer = one_device.make_trainer(folder, registry, offload="optimizer")
     rows = one_device.drawn_rows(4, 8, 24, trainer.shape.vocab_size)
+    one_device.step(trainer, rows)  # loads kernels, which take host memory too
+    trainer.restart_optimizer()
+    allocator_bytes = one_device.pinned_bytes()
+    trainer.leave_training()
+    resident_bytes = held_bytes()["resident_bytes"]
+    trainer.enter_training()
     for _ in range(2):
         one_device.step(trainer, rows)
     before, gradient_bytes = one_device.optimizer_state(trainer), trainer.gradient_bytes
     state_bytes = one_device.optimizer_bytes_on_device(trainer)
+    copies_bytes = sum(tensor.nbytes for tensor in before.values())
     held = one_device.device_bytes().allocated
     trainer.leave_training()
     released = held - one_device.device_bytes().allocated
+    growth = held_bytes()["resident_bytes"] - resident_bytes - copies_bytes
+    state = [
+        one for part in trainer.optimizer_parts().values() for one in (part.master, *part.moments.values())
+    ]
+    blocks = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in state}
+    is_pinned = all(one.is_pinned() for one in state)
     trainer.enter_training()
     unchanged = one_device.same(before, one_device.optimizer_state(trainer))
     return Offloaded(
-        unchanged, released, state_bytes, gradient_bytes, one_device.step(trainer, rows).grad_norm
+        unchanged,
+        released,
+        state_bytes,
+        gradient_bytes,
+        one_device.step(trainer, rows).grad_norm,
+        sum(blocks.values()),
+        is_pinned,
+        growth,
+        one_device.pinned_bytes() - allocator_bytes,
     )
 
 
-def test_offloaded_state_comes_back_bitwise(on_device, folder):
+def test_offloaded_state_comes_back_bitwise(on_device, folder, note):
     """Passes if leaving training releases gradients, moments and master weights on the device, and entering it again
-    brings the state back bit by bit."""
+    brings the state back bit by bit; and if the state takes its own bytes of pinned host memory and no more: a block
+    that is rounded up, or one that stays from the time before there were moments, is larger.
+    """
     one_device.write_config(folder, **SMALL)
     [found] = on_device(1, leave_and_enter, folder)
-    assert found.is_unchanged
+    note(
+        f"{found.state_bytes / MIB:.0f} MiB of state in {found.host_bytes / MIB:.0f} MiB of pinned memory, of which"
+        f" {found.host_growth_bytes / MIB:.0f} MiB were added for moments"
+    )
+    check_offloaded(found)
     assert found.released_bytes >= 0.99 * (found.state_bytes + found.gradient_bytes) > 0.5 * GIB
+    assert found.is_pinned
+    assert found.allocator_bytes == 0
+    assert found.host_growth_bytes < 2 / 3 * found.state_bytes + HOST_SLACK_BYTES
+
+
+def check_offloaded(found: Offloaded) -> None:
+    """Assert what holds on any device."""
+    assert found.is_unchanged
     assert found.grad_norm > 0
+    assert found.state_bytes <= found.host_bytes < 1.01 * found.state_bytes
 
 
 def save_and_load(rank: int, folder: Path, saved: Path) -> tuple[bool | str, bool, bool]:
@@ -228,7 +276,7 @@ def save_and_load(rank: int, folder: Path, saved: Path) -> tuple[bool | str, boo
     return outcome if outcome is True else str(outcome), changed, restored
 
 
-def test_a_checkpoint_written_while_training_goes_on_brings_everything_back(on_device, folder, tmp_path):
+def test_a_checkpoint_written_during_a_step_restores_everything(on_device, folder, tmp_path):
     """Passes if a checkpoint has the state of the moment at which it was begun, bitwise, although a step ran
     meanwhile."""
     one_device.write_config(folder, **SMALL)

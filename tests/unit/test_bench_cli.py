@@ -11,13 +11,15 @@ from types import SimpleNamespace
 import pytest
 
 from hybridengine import machine
+from hybridengine.bench.reshard import measurement
 from hybridengine.bench.reshard.results import PairResult, Sample, summarise
 from hybridengine.bench.reshard.spec import DEFAULT_MODEL, BenchSpec, LayoutPair, MethodName
 from hybridengine.cli import reshard_bench
 from hybridengine.cli.main import main, parse
 from hybridengine.cli.reshard_bench import spec_of
+from hybridengine.controller.cluster import NodeOffer
 from hybridengine.errors import ConfigError, TopologyError, WorkerError
-from hybridengine.machine import check_memory, num_gpus
+from hybridengine.machine import check_memory, gpu_models, num_gpus
 
 
 def replace_measurement(monkeypatch: pytest.MonkeyPatch, measure: Callable[..., object]) -> None:
@@ -162,6 +164,33 @@ def test_gpus_of_a_machine(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     assert num_gpus(tmp_path, {}) == 2
     assert num_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert num_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": "1"}) == 1
+    assert num_gpus(tmp_path, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-1c5a80f3"}) == 2
+    assert num_gpus(tmp_path / "none", {"CUDA_VISIBLE_DEVICES": "0"}) == 0
+    for bus in ("0000:8d:00.0", "0000:0a:00.0"):
+        (tmp_path / bus).mkdir()
+        described = f"Model: \t\t NVIDIA {bus[5:7]} 80GB HBM3\nIRQ:   \t\t 18\n"
+        (tmp_path / bus / "information").write_text(described)
+    assert gpu_models(tmp_path) == ["NVIDIA 0a 80GB HBM3", "NVIDIA 8d 80GB HBM3"]
+
+
+def test_the_cluster_says_if_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A benchmark may be started where there is no GPU, on the cluster's head. There is no cluster: Ray is replaced."""
+    made = list[bool]()
+
+    def refuse(ranks: object, *, use_gpus: bool, **_: object) -> None:
+        made.append(use_gpus)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(measurement, "start_ray", lambda num_cpus: None)
+    monkeypatch.setattr(measurement, "ResourcePool", refuse)
+    spec = BenchSpec(DEFAULT_MODEL, (LayoutPair.parse("1-2-1:1-1"),))
+    for counts in ([0, 2], [0, 0]):
+        offers = [NodeOffer(f"10.0.0.{node}", 8, count) for node, count in enumerate(counts)]
+        monkeypatch.setattr(measurement, "node_offers", lambda offers=offers: offers)
+        with pytest.raises(ConfigError, match="enough"):
+            list(measurement.measure_switches(spec, lambda text: None))
+    assert made == [True, False]
 
 
 # ---- Output and drawings ---------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hybridengine.backends.megatron.checkpoint import HELD_BYTES
+from hybridengine.backends.megatron.offload import PART_BYTES
 from hybridengine.config import RunConfig, holder_shape, load_config, model_holders, model_shape
 from hybridengine.families.family import NameSet
 from hybridengine.planning.budget import (
@@ -92,7 +94,8 @@ def test_a_save_counts_in_host_memory() -> None:
         budgets(loaded(f"checkpoint.every={every}"))["main"].host_bytes for every in (10, 0)
     )
     weights, _ = counted(loaded())
-    assert with_saves - without == 2 * (weights["actor"] + weights["critic"])  # 4 bytes a parameter, of 7
+    copies = HELD_BYTES // 2 * (weights["actor"] + weights["critic"])  # 4 bytes a parameter, of 7
+    assert with_saves - without == copies + 2 * PART_BYTES
     assert without - GIB == pytest.approx(3 * (weights["actor"] + weights["critic"]), rel=1e-6)
 
 
@@ -111,6 +114,16 @@ def test_a_budget_that_does_not_fit_says_what_would_help(phase: str) -> None:
         changed = budgets(loaded(*overrides, setting))["main"].device_bytes
         assert changed[phase] <= budget.device_bytes[phase], setting
     assert alone.excess(budget.device_bytes[phase]) is None
+
+
+def test_weights_in_fp8_are_there_while_the_model_trains() -> None:
+    plain, used = (budgets(loaded(f"actor.fp8={fp8}"))["main"].device_bytes for fp8 in ("none", "blockwise"))
+    shape = model_shape(loaded())
+    attention = 2 * shape.hidden_size * (shape.q_size + shape.kv_size)
+    matrices = shape.num_layers * (attention + 3 * shape.hidden_size * shape.ffn_hidden_size) // 4
+    more = {phase: used[phase] - plain[phase] for phase in used}
+    assert more["training step"] == more["save"] == pytest.approx(2 * matrices, rel=1e-3)
+    assert more["start"] == more["load"] == more["switch"] == more["generation"] == 0
 
 
 def test_a_cpu_has_no_context_and_no_graphs() -> None:

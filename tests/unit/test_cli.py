@@ -134,6 +134,22 @@ def test_dry_run_shows_the_papers_example(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "is_said"),
+    [
+        (["cluster.device=cuda", "actor.generate=2-1"], True),
+        (["cluster.device=cuda", "actor.generate=1-2"], False),
+        (["cluster.device=cpu", "actor.generate=2-1"], False),
+    ],
+)
+def test_dry_run_says_that_an_engine_with_stages_draws_rows_in_turn(
+    overrides: list[str], is_said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(ROOT / "configs/arithmetic.yaml"), *overrides, "--dry-run"]) == 0
+    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("draws: ")]
+    assert [line[:13] for line in found] == (["draws: p_g=2 "] if is_said else [])
+
+
+@pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from unittest import mock
 
 import pytest
+import torch
 
 from hybridengine.controller.pool import _number
-from hybridengine.controller.rank_process import num_threads, placed_gpu
+from hybridengine.controller.rank_process import RankProcess, num_threads, placed_gpu
 
 UUIDS = "GPU-8932f937-d72c,GPU-1c5a80f3-02bd"
 MIGS = "MIG-c7384736-a75d,MIG-28ad7b56-5b3f"
@@ -60,3 +62,17 @@ def test_ranks_on_gpus_share_the_cores(
 ) -> None:
     with mock.patch.object(os, "sched_getaffinity", return_value=set(range(num_cores))):
         assert num_threads(num_ranks, given) == expected
+
+
+def test_a_call_ends_with_the_work_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no GPU: `torch.cuda` is a stand-in, whose work takes 50 ms and then fails."""
+    slow = mock.Mock(side_effect=lambda: time.sleep(0.05))
+    monkeypatch.setattr(torch, "cuda", mock.Mock(synchronize=slow, memory_allocated=lambda: 7))
+    process = RankProcess("pool", 0)
+    outcome, _ = process.leave_world()
+    assert outcome.failure is None
+    assert outcome.end - outcome.begin >= 0.05
+    slow.side_effect = RuntimeError("an illegal memory access was encountered")
+    outcome, result = process.leave_world()
+    assert result is None
+    assert "illegal memory access" in str(outcome.failure)

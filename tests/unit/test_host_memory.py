@@ -15,7 +15,7 @@ from hybridengine import machine
 @pytest.fixture
 def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Files that replace the container's, on a system with 8192000 bytes available."""
-    system = SimpleNamespace(available=8_192_000)
+    system = SimpleNamespace(available=8_192_000, total=9_000_000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: system)
     monkeypatch.setattr(machine, "GROUP", (tmp_path / "max", tmp_path / "current"))
     return tmp_path
@@ -23,11 +23,13 @@ def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_smaller_of_system_and_container_counts(container: Path):
     assert machine.available_bytes() == 8_192_000
+    assert machine.total_bytes() == 9_000_000
     (container / "current").write_text("3000000\n")
     (container / "max").write_text("max\n")
     assert machine.available_bytes() == 8_192_000
     (container / "max").write_text("5000000\n")
     assert machine.available_bytes() == 2_000_000
+    assert machine.total_bytes() == 5_000_000
     (container / "max").write_text("2000000\n")
     assert machine.available_bytes() == 0
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -76,8 +77,13 @@ def test_figures_for_programs(small: Files) -> None:
         names = sorted(name for pool in plan["placement"] for name in pool["models"])
         assert names == ["actor", "critic", "reference"]
         for role in plan["roles"].values():
-            p, t, d = map(int, role["parallel"].split("-"))
-            assert p * t * d == role["num_ranks"] == plan["placement"][role["pool"]]["num_ranks"]
+            written, *named = role["parallel"].split()
+            c = next((int(one[2:]) for one in named if one.startswith("c=")), 1)
+            assert (
+                math.prod(map(int, written.split("-"))) * c
+                == role["num_ranks"]
+                == plan["placement"][role["pool"]]["num_ranks"]
+            )
         assert max(bar["end_s"] for bar in plan["timeline"]) == plan["step_s"]
         assert plan["phases_s"]["generate"] > 0
         if len(plan["placement"]) == 1:

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from hybridengine.backends.predictions import BLOCK_ENTRIES
 from hybridengine.config import load_config
 from hybridengine.errors import ConfigError
 from hybridengine.models.presets import resolve_model
@@ -22,12 +21,12 @@ from hybridengine.planning.costs.dataflows import Work
 from hybridengine.planning.costs.decoding import Engine, knee, running_steps
 from hybridengine.planning.costs.lengths import Lengths, MicroBatches, counted
 from hybridengine.planning.costs.memory import (
-    activation_bytes,
     generation_holding,
+    layer_weights,
     model_memory,
     training_holding,
 )
-from hybridengine.planning.costs.passes import ModelPasses, layer_weights
+from hybridengine.planning.costs.passes import ModelPasses
 from hybridengine.planning.costs.workload import workload_of
 from hybridengine.planning.simulation.scenarios import steady_state
 from hybridengine.reshard.megatron import megatron_layout
@@ -89,7 +88,7 @@ def test_holdings_are_those_of_the_layouts(shape: ModelShape, p: int, t: int) ->
             continue
         shards = vllm_layout(shape, GenerationGrid(grid, GenSizes(p_g, t_g))).shards.values()
         expected = max(shard.num_elements for shard in shards)
-        assert generation_holding(shape, p, p_g, t_g).num_elements == expected
+        assert generation_holding(shape, p, GenSizes(p_g, t_g)).num_elements == expected
 
 
 def test_a_forward_pass_is_two_operations_for_each_weight_and_token() -> None:
@@ -134,6 +133,84 @@ def test_uneven_stages_wait_for_the_slowest_and_pass_the_first_micro_batch_on() 
         MicroBatches(5, 1.0, 1.0, 1.0)
     )
     assert found.path_s == pytest.approx(ends[5][2], rel=1e-4)
+
+
+@pytest.mark.parametrize(("p", "v"), [(2, 2), (2, 6), (3, 2), (3, 4), (4, 3)])
+@pytest.mark.parametrize("count", [1, 2, 4, 6, 7, 9])
+def test_blocks_of_layers_fill_the_pipeline_sooner(p: int, v: int, count: int) -> None:
+    """Played block by block in Megatron's order: groups of micro-batches pass one block of a rank after the other.
+
+    The bubble of m micro-batches is (p - 1) / (v·m) of the rest, and fewer than p are filled up.
+    """
+    sizes = TrainSizes(p, 1, 1, 1, v)
+    shape = ModelShape("llama", 12 * p, 256, 512, 8, 4, 32, 1000, 4096, num_labels=1)
+    cluster = plain_cluster(flops_per_s={"bfloat16": 1e18}, layer_s=0.5)
+    played, block_s = max(count, p), 0.5 * 12 / v
+    group, firsts = sizes.passes_per_block(played), range(0, played, sizes.passes_per_block(played))
+    order = [
+        (micro, block)
+        for first in firsts
+        for block in range(v)
+        for micro in range(first, min(first + group, played))
+    ]
+    ends: dict[tuple[int, int], float] = {}  # of each micro-batch in each of the p·v blocks
+    free, done = [0.0] * p, [0] * p
+    while any(number < len(order) for number in done):
+        for rank in range(p):
+            while done[rank] < len(order):
+                micro, block = order[done[rank]]
+                place = block * p + rank
+                if place and (micro, place - 1) not in ends:
+                    break
+                free[rank] = max(free[rank], ends.get((micro, place - 1), 0.0)) + block_s
+                ends[micro, place] = free[rank]
+                done[rank] += 1
+    passes = ModelPasses(shape, sizes, "bfloat16", cluster)
+    found = passes.forward(MicroBatches(count, 1.0, 0.0, 1.0))
+    assert found.path_s == pytest.approx(max(free), rel=1e-4)
+    assert found.path_s == pytest.approx(played * 6.0 * (1 + (p - 1) / (v * played)), rel=1e-4)
+
+
+def test_blocks_of_layers_are_launched_and_send_one_by_one() -> None:
+    micro, shape = MicroBatches(8, 100.0, 0.0, 10.0), SHAPE.with_score_head()
+    costly = plain_cluster(flops_per_s={"bfloat16": 1e18}, micro_batch_s=1.0)
+    message_s = 100 * 256 * 2 / 1e9
+    for v in (1, 3):
+        passes = ModelPasses(shape, TrainSizes(2, 1, 1, 1, v), "bfloat16", costly)
+        slot = v * (1.0 + message_s)
+        assert passes.forward(micro).path_s == pytest.approx(slot * (8 + 1 / v), rel=1e-6)
+        # Forth and back, but to no stage after the last block and before the first.
+        slot = 3 * v * 1.0 + (2 * v - 1) * message_s
+        free = ModelPasses(shape, passes.sizes, "bfloat16", costly).update(micro, 1).path_s
+        step_s = ModelPasses(shape, TrainSizes(2, 1, 1), "bfloat16", costly)._optimizer_step_s()
+        assert free - step_s == pytest.approx(slot * (8 + 1 / v), rel=1e-6)
+
+
+def test_context_ranks_share_the_tokens_and_gather_keys_and_values() -> None:
+    """Each rank computes as much attention; its memory traffic, head and matrix products are those of its tokens."""
+    micro = MicroBatches(3, 200.0, 80.0, 50.0)
+    alone = ModelPasses(SHAPE, TrainSizes(1, 1, 1), "bfloat16", plain_cluster())
+    shared = ModelPasses(SHAPE, TrainSizes(1, 1, 1, 4), "bfloat16", plain_cluster())
+    gathered_s = 6 * 3 / 4 * 200 * 2 * (4 * 32) * 2 / 1e9  # 6 layers, 3 of 4 parts, keys and values, 2 bytes
+    assert shared.forward(micro).path_s == pytest.approx(alone.forward(micro).path_s / 4 + 3 * gathered_s)
+    more_s = shared.update(micro, 1).path_s - shared._optimizer_step_s() - 3 * shared.forward(micro).path_s
+    assert more_s == pytest.approx(0.0, abs=1e-9)  # keys, values and their gradients in the backward pass
+
+
+def test_context_ranks_reduce_gradients_with_the_replicas() -> None:
+    """c ranks beside each other on a node of 4, with p = 1: they are as cheap as replicas; further apart they are not."""
+    slow = plain_cluster().model_dump()
+    slow["links"]["between_nodes"] = {"bytes_per_s": 1e8, "latency_s": 0.0}
+    cluster = Cluster.model_validate(slow)
+
+    def step_s(*sizes: int) -> float:
+        return ModelPasses(SHAPE, TrainSizes(*sizes), "bfloat16", cluster)._optimizer_step_s()
+
+    assert step_s(1, 1, 1, 4) == pytest.approx(step_s(1, 1, 4))
+    assert step_s(1, 1, 2, 4) == pytest.approx(step_s(1, 1, 8))
+    assert (
+        step_s(2, 1, 1, 4) < step_s(2, 1, 4) / 2
+    )  # replicas are 2 ranks apart, on 2 nodes; the others on one
 
 
 def test_tensor_shards_divide_the_arithmetic_and_pay_for_all_reduces() -> None:
@@ -264,7 +341,7 @@ def test_spans_of_an_engine_are_its_steps(lengths: list[int], num_rows: int, num
 def test_generation_reads_weights_and_keys_and_values_every_step() -> None:
     """One response at a time, without arithmetic: the cost is a sum over its tokens."""
     engine = Engine(SHAPE, GenSizes(1, 1), 1, "bfloat16", plain_cluster(flops_per_s={"bfloat16": 1e18}), 1)
-    weights = generation_holding(SHAPE, 1, 1, 1).num_elements - 1000 * 256
+    weights = generation_holding(SHAPE, 1, GenSizes(1, 1)).num_elements - 1000 * 256
     assert engine.kv_token_bytes == 2 * 6 * 4 * 32 * 2
     expected = sum(2 * weights + (7 + made + 0.5) * engine.kv_token_bytes for made in range(20)) / 1e9
     found = engine.generate_s(3, 7.0, Lengths.of("constant:20", 64), num_running=1)
@@ -281,7 +358,7 @@ def test_tensor_shards_of_an_engine_share_weights_and_cache_and_pay_for_all_redu
 
     one, two = engine(1, 1e18), engine(2, 1e18)
     assert two.kv_token_bytes == one.kv_token_bytes / 2
-    read = 2 * (generation_holding(SHAPE, 1, 1, 2).num_elements - 500 * 256)
+    read = 2 * (generation_holding(SHAPE, 1, GenSizes(1, 2)).num_elements - 500 * 256)
     exchanged = 6 * 2 * 2 * (256 * 2 / 2) / 1e9  # a ring in each direction, with half of the data each
     steps = sum((read + (7 + made + 0.5) * two.kv_token_bytes) / 1e9 + exchanged for made in range(20))
     prompts = 6 * 2 * 2 * (7 * 256 * 2 / 2) / 1e9
@@ -299,42 +376,15 @@ def test_the_cache_limits_how_many_run() -> None:
     assert engine.num_running(lengths, 10.0, 64, 1) == 1
 
 
-def test_activations_of_a_layer_are_those_of_its_tensors() -> None:
-    """Inputs of norms and matrices, queries and keys before and after rotation, attention, gate, up and their product."""
-    micro = MicroBatches(8, 100.0, 40.0, 50.0)
-    tensors = (4 * 256 + 2 * 256 + 2 * 128 + 256 + 3 * 512) / 2
-    sizes = TrainSizes(3, 2, 1)
-    logits, gradient = 4 * 40 * 1000 / 2, (4 + 2) * 256 * 1000 / 2
-    at_last = 3 * logits + gradient
-    first, last = 3 * 2 * tensors * 100 * 2, 2 * tensors * 100 * 2 + at_last
-    assert activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=True) == int(max(first, last))
-    recomputed = (3 * 2 * 256 / 2 + tensors) * 100 * 2
-    found = activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=True, recompute="full")
-    assert found == int(max(recomputed, (2 * 256 / 2 + tensors) * 100 * 2 + at_last))
-    selective = activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=True, recompute="selective")
-    without_mlp, mlp = tensors - 3 * 512 / 2, 3 * 512 / 2
-    kept = (2 * without_mlp + mlp) * 100 * 2 + at_last
-    assert selective == int(max((3 * 2 * without_mlp + mlp) * 100 * 2, kept))
-    forward = activation_bytes(SHAPE, sizes, "bfloat16", micro, trains=False)
-    assert forward == int(tensors * 100 * 2 + 2 * logits)
-    many = MicroBatches(1, 100.0, 1e6, 50.0)
-    forward = activation_bytes(SHAPE, sizes, "bfloat16", many, trains=False)
-    assert forward == int(tensors * 100 * 2 + 2 * 4 * BLOCK_ENTRIES)
-
-
-def test_activations_with_context_ranks_and_virtual_stages() -> None:
-    """Of 3 stages with 2 layers, the first keeps those of 6, or of 9 with blocks of a layer: 4 passes and 5 more."""
-    micro = MicroBatches(8, 100.0, 0.0, 50.0)
-    one = 4 * 256 + 2 * 256 + 2 * 128 + 256 + 3 * 512
-    for sizes, num_layers, tokens in (
-        (TrainSizes(3, 1, 1), 6, 100),
-        (TrainSizes(3, 1, 1, 2), 6, 50),
-        (TrainSizes(3, 1, 1, 1, 2), 9, 100),
-    ):
-        found = activation_bytes(SHAPE.with_score_head(), sizes, "bfloat16", micro, trains=True)
-        assert found == one * num_layers * tokens * 2, sizes
-    spread = model_memory(SHAPE, TrainSizes(3, 1, 2, 4), "bfloat16")
-    assert spread.optimizer_bytes == model_memory(SHAPE, TrainSizes(3, 1, 8), "bfloat16").optimizer_bytes
+def test_rows_are_padded_to_whole_parts_of_context_ranks() -> None:
+    """Rows of 101 to 104 tokens; the padding counts as tokens, but neither as responses nor towards the limit."""
+    lengths = Lengths.of("uniform:1-4", 4)
+    plain = MicroBatches.of(4, 100.0, lengths, 205)
+    padded = MicroBatches.of(4, 100.0, lengths, 205, row_unit=8)
+    assert (plain.count, plain.tokens, plain.response_tokens) == (2, 205.0, 5.0)
+    assert (padded.count, padded.tokens, padded.response_tokens) == (2, 208.0, 5.0)
+    assert padded.length == 104.0
+    assert [TrainSizes(1, 1, 1, c).row_unit for c in (1, 2, 4)] == [1, 4, 8]
 
 
 def test_engines_keep_pace_or_say_how_far_they_are_behind() -> None:
@@ -358,11 +408,16 @@ def test_the_workload_of_a_configuration() -> None:
     assert tuple(model.name for model in found.models) == ("actor", "critic", "reference")
     actor = found.model("actor")
     assert actor.shape == resolve_model("llama3-70b")
-    assert (actor.trains, actor.offloads, actor.recompute, actor.mini_batches) == (True, True, "full", 8)
+    assert (actor.trains, actor.offloads, actor.settings.recompute, actor.mini_batches) == (
+        True,
+        True,
+        "full",
+        8,
+    )
     assert (found.model("reference").trains, found.rows_per_step) == (False, 1024)
     assert found.num_tokens == 1024 * (1024 + 512)
     update = next(call for call in found.calls if call.work is Work.UPDATE and call.role == "actor")
-    micro = found.micro_batches(actor, update, dp_size=4)
+    micro = found.micro_batches(actor, update, TrainSizes(4, 8, 4))
     assert micro.count * micro.tokens == pytest.approx(1024 / 8 / 4 * (1024 + 512))
 
 

@@ -38,14 +38,23 @@ def test_collectives_against_rings_laid_out_rank_by_rank(size: int, stride: int)
     found = Fabric(cluster, num_ranks).all_gather_s(num_bytes, Axis(size, stride))
     assert found == pytest.approx(expected, abs=20 * 64e-6 if size > 1 else 0.0)
     assert Fabric(cluster, num_ranks).all_reduce_s(num_bytes, Axis(size, stride)) == pytest.approx(2 * found)
+    for inner in (one for one in (2, 4) if size % one == 0):
+        both = Axis(inner, stride), Axis(size // inner, inner * stride)
+        assert Fabric(cluster, num_ranks).all_gather_s(num_bytes, *both) == pytest.approx(found)
 
 
 @pytest.mark.parametrize(
     ("size", "stride"), [(2, 1), (8, 1), (16, 1), (4, 2), (2, 4), (4, 4), (2, 8), (4, 8), (2, 16)]
 )
 @pytest.mark.parametrize("count", [1, 2])
-def test_messages_of_a_pipeline_against_those_of_every_rank(size: int, stride: int, count: int) -> None:
-    """A rank exchanges messages with its two neighbours; a node's link carries all that its ranks send at once."""
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+def test_messages_of_a_pipeline_against_those_of_every_rank(
+    size: int, stride: int, count: int, blocks: int
+) -> None:
+    """A rank exchanges messages with its two neighbours; a node's link carries all that its ranks send at once.
+
+    Messages of all blocks but the last go on to the next rank, from the last rank to the first; those back likewise.
+    """
     cluster, num_bytes, num_ranks = A100.resized(8), 3e9, 64
     within, between = cluster.links.same_node, cluster.links.between_nodes
     assert between is not None and between.node_bytes_per_s is not None
@@ -62,10 +71,15 @@ def test_messages_of_a_pipeline_against_those_of_every_rank(size: int, stride: i
 
     slowest = 0.0
     for rank in range(num_ranks):
-        neighbours = [rank + step for step in (stride, -stride) if _beside(rank, step, size, stride)]
-        seconds = sorted((message_s(rank, other) for other in neighbours), reverse=True)
+        neighbours = [
+            (rank + step, blocks)
+            if _beside(rank, step, size, stride)
+            else (rank - (size - 1) * step, blocks - 1)
+            for step in (stride, -stride)
+        ]
+        seconds = sorted((number * message_s(rank, other) for other, number in neighbours), reverse=True)
         slowest = max(slowest, sum(seconds[:count]))
-    found = Fabric(cluster, num_ranks).sends_s(num_bytes, Axis(size, stride), count)
+    found = Fabric(cluster, num_ranks).sends_s(num_bytes, Axis(size, stride), count, blocks)
     assert found == pytest.approx(slowest, abs=1e-3, rel=0.02)
 
 

@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hybridengine.config.algorithm import ALGORITHMS, algorithm_class
+from hybridengine.config.role_sections import MegatronSettings
 from hybridengine.models.presets import resolve_model
 from hybridengine.models.shapes import ModelShape
 from hybridengine.planning.costs.clusters import Cluster, load_cluster
@@ -22,7 +23,9 @@ from hybridengine.planning.search.options import Options
 from hybridengine.planning.search.placements import allocations, placements, pool_sizes
 from hybridengine.planning.search.plan import Plan, Schedule, phases
 from hybridengine.planning.search.search import Search
-from hybridengine.topology.sizes import TrainSizes
+from hybridengine.topology.generation import GenerationGrid
+from hybridengine.topology.grid import Grid
+from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 A100 = load_cluster("configs/clusters/a100-80gb-16x8.yaml")
 SMALL = ModelShape("llama", 4, 512, 1024, 8, 8, 64, 1024, 4096)
@@ -120,6 +123,25 @@ def test_calls_begin_when_their_rows_and_their_ranks_are_there(
     assert schedule.step_s(arrays, np.maximum).tolist() == pytest.approx([once, 2 * once])
 
 
+def every_size(options: Options, name: str, num_ranks: int) -> list[TrainSizes]:
+    """Return all sizes of a model, from the rules of runs alone."""
+    model, node = options.workload.model(name), options.cluster.devices_per_node
+    updates = [
+        call.num_rows for call in options.workload.calls if (call.role, call.work) == (name, Work.UPDATE)
+    ]
+    found = []
+    for p, t, d, c in itertools.product(range(1, num_ranks + 1), repeat=4):
+        fits = p * t * d * c == num_ranks and t <= node and p <= model.shape.num_layers
+        shared = not any(rows % (d * model.mini_batches) for rows in updates)
+        if not (fits and shared and options.workload.rows_per_step >= d):
+            continue
+        blocks = [
+            v for v in range(2, model.shape.num_layers + 1) if p > 1 and model.shape.num_layers % (p * v) == 0
+        ]
+        found += [TrainSizes(p, t, d, c, v) for v in (1, *blocks)]
+    return found
+
+
 def everything(options: Options, num_devices: int) -> dict[tuple, float]:
     """Return the least step time of every placement, over all sizes of pools and models, without pruning."""
     workload, cluster = options.workload, options.cluster
@@ -143,7 +165,7 @@ def everything(options: Options, num_devices: int) -> dict[tuple, float]:
             choices = [
                 [
                     options.planned(option)
-                    for sizes_ in options._train_sizes(workload.model(name), ranks[pool_of[name]])
+                    for sizes_ in every_size(options, name, ranks[pool_of[name]])
                     for option in options._options(workload.model(name), sizes_)
                 ]
                 for name in names
@@ -184,6 +206,96 @@ def test_nothing_is_better_than_what_the_search_finds(algorithm: str, memory_mib
     for plan in found.plans:
         assert plan.headroom_bytes >= 0
         assert sum(pool.num_ranks for pool in plan.pools) <= 4
+
+
+LONG = Lengths.of("constant:30000", 30_000)
+
+
+def crowd_of(rows: int, lengths: Lengths, micro_batch_tokens: int, shape: ModelShape = SMALL) -> Workload:
+    """Return a GRPO workload with rows of 256 tokens and a response; optimizer steps have half of the rows."""
+    plain = workload_of("grpo", shape, rows)
+    full = MegatronSettings(recompute="full")
+    models = (replace(model, micro_batch_tokens=micro_batch_tokens, settings=full) for model in plain.models)
+    return replace(plain, models=tuple(models), lengths=lengths, max_tokens=256 + lengths.max_tokens)
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("memory_mib", [1200, 4096])
+def test_nothing_is_better_for_few_long_rows(nodes: int, memory_mib: int) -> None:
+    options = Options(crowd_of(4, LONG, 32_768), cluster_of(nodes, 4 // nodes, memory_mib * 2**20))
+    found = Search(options, 4).run()
+    assert {plan.placement: plan.step_s for plan in found.plans} == pytest.approx(everything(options, 4))
+    assert any(
+        option.sizes.cp_size > 1 for plan in found.plans for pool in plan.pools for option in pool.options
+    )
+
+
+def test_virtual_stages_win_with_pipelines_of_few_micro_batches() -> None:
+    """The state of a 7B model needs two stages, and each of two replicas has two micro-batches in a step.
+
+    Two stages are idle for one slot beside two, with v blocks for a v-th of one. Messages between them take little.
+    """
+    workload = crowd_of(16, Lengths.of("constant:512", 512), 2048, resolve_model("llama2-7b"))
+    cluster, together = cluster_of(4, 1, 48 * 2**30), [(("actor", "reference", "reward"),)]
+    (plan,) = Search(Options(workload, cluster), 4, together).run().plans
+    actor = plan.option("actor")
+    v = actor.sizes.virtual_stages
+    assert actor.sizes == TrainSizes(2, 1, 2, 1, v) and v > 1
+    plain = Options(workload, cluster, {"actor": TrainSizes(2, 1, 2)})
+    (without,) = Search(plain, 4, together).run().plans
+    assert plan.step_s < without.step_s
+
+    def update_s(plan: Plan) -> float:
+        option = plan.option("actor")
+        return option.seconds[option.works.index(Work.UPDATE)]
+
+    assert (2 + 1 / v) / (2 + 1) < update_s(plan) / update_s(without) < 0.9  # optimizer steps take as long
+
+
+def test_context_ranks_win_with_very_long_rows() -> None:
+    """A step has two rows of 30,000 tokens, so that the rows occupy two of four ranks; the others need another axis.
+
+    Stages wait for each other, since a replica has one micro-batch. Tensor ranks exchange the hidden states of each
+    layer four times, context ranks keys and values, which are a quarter as wide here.
+    """
+    grouped = replace(SMALL, num_kv_heads=2)
+    workload, together = crowd_of(4, LONG, 32_768, grouped), [(("actor", "reference", "reward"),)]
+    cluster = cluster_of(4, 1, 4 * 2**30)
+    (plan,) = Search(Options(workload, cluster), 4, together).run().plans
+    assert plan.option("actor").sizes == TrainSizes(1, 1, 2, 2)
+    for other in ("2-1-2", "2-1-2 v=2", "4-1-1"):
+        options = Options(workload, cluster, {"actor": TrainSizes.parse(other)})
+        (worse,) = Search(options, 4, together).run().plans
+        assert worse.step_s > plan.step_s
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        "2-2-2 v=2",
+        "2-1-2 v=4",
+        "4-1-1 v=2",
+        "3-1-2 v=2",
+        "3-2-2 v=4",
+        "2-4-1 c=2",
+        "1-2-2 c=4",
+        "2-2-1 c=6",
+        "2-2-1 c=4 v=4",
+    ],
+)
+@pytest.mark.parametrize("t_g", [1, 2])
+def test_switches_that_share_their_figures(sizes: str, t_g: int) -> None:
+    """The figures of the whole switch, planned with all of its ranks, against those of the sizes that stand for it."""
+    train, gen = TrainSizes.parse(sizes), GenSizes(1, t_g)
+    if train.tp_size % t_g:
+        return
+    shape = replace(SMALL, num_layers=24, num_kv_heads=4)
+    options = Options(workload_of("grpo", shape), cluster_of(32, 4, 2**32))
+    cost = options._pricer.price(GenerationGrid(Grid(train), gen), options.cluster.node_map(train.num_ranks))
+    found = options._switch(train, gen)
+    assert found.there_s == pytest.approx(cost.seconds_there(options.cluster), rel=1e-9)
+    assert found.back_s == pytest.approx(cost.seconds_back(options.cluster), rel=1e-9)
+    assert (found.peak_bytes, found.received_bytes) == (cost.peak_weight_bytes_max, cost.received_bytes_max)
 
 
 def test_ranks_that_share_cores_are_not_split() -> None:
@@ -274,7 +386,8 @@ def test_bounds_of_switches_hold(model: str, num_ranks: int) -> None:
     options = Options(workload_of("grpo", shallow, rows=512), A100)
     checked = 0
     for sizes in options._train_sizes(options.workload.model("actor"), num_ranks):
-        if sizes.dp_size > 2 or (num_ranks == 8 and sizes.pp_size > 4):
+        plain = (sizes.cp_size, sizes.virtual_stages) in ((1, 1), (1, 2), (2, 1))
+        if sizes.dp_size > 2 or not plain or (num_ranks == 8 and sizes.pp_size > 4):
             continue
         every = list(options._options(options.workload.model("actor"), sizes))
         for option in every[:: {8: 2, 32: 6, 64: 18}[num_ranks]]:  # plans of many ranks take a while

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hybridengine.bench.step import trl_side
 from hybridengine.bench.step.spec import (
     OwnWay,
     Side,
@@ -22,6 +24,7 @@ from hybridengine.bench.step.spec import (
 from hybridengine.bench.step.trl_process import Clock, arguments, digit_share
 from hybridengine.cli.main import main, parse
 from hybridengine.cli.step_bench import chosen_own_ways, result_lines
+from hybridengine.errors import ConfigError
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 CONFIG = "configs/arithmetic.yaml"
@@ -94,6 +97,29 @@ def test_sizes_that_are_named_are_the_only_ones(monkeypatch: pytest.MonkeyPatch)
     options = parse(["bench", "step", CONFIG, "--parallel", "1-2-2", "--generate", "1-2"])
     sizes = TrainSizes(1, 2, 2), GenSizes(1, 2)
     assert chosen_own_ways(options, SPEC) == [OwnWay(*sizes, 1, 64), OwnWay(*sizes, 1, 16)]
+
+
+@pytest.mark.parametrize("command", [[], ["--only", "hybridengine"]])
+def test_on_gpus_trl_is_compared_on_one(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no GPU: the number of them is given."""
+    monkeypatch.setattr("hybridengine.cli.step_bench.num_gpus", lambda: 2)
+    ways = chosen_own_ways(parse(["bench", "step", CONFIG, *command]), SPEC)
+    assert {str(way.train) for way in ways} == ({"1-1-1", "1-1-2"} if command else {"1-1-1"})
+    named = parse(["bench", "step", CONFIG, *command, "--parallel", "1-2-1"])
+    if command:
+        assert {way.train for way in chosen_own_ways(named, SPEC)} == {TrainSizes(1, 2, 1)}
+    else:
+        with pytest.raises(ConfigError, match=r"--parallel 1-2-1 takes 2 GPUs, and TRL's process takes one"):
+            chosen_own_ways(named, SPEC)
+
+
+def test_trl_has_the_first_gpu_that_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no GPU: the number of them is given."""
+    monkeypatch.setattr(trl_side, "num_gpus", lambda: 2)
+    assert trl_side.one_gpu({"CUDA_VISIBLE_DEVICES": "3,5"}) == {"CUDA_VISIBLE_DEVICES": "3"}
+    assert trl_side.one_gpu({}) == {"CUDA_VISIBLE_DEVICES": "0"}
+    monkeypatch.setattr(trl_side, "num_gpus", lambda: 0)
+    assert trl_side.one_gpu({}) == {}
 
 
 def test_trl_tries_batches_and_with_bfloat16_precisions() -> None:
@@ -187,7 +213,7 @@ def test_the_clock_separates_phases_and_counts_tokens() -> None:
         def generate(self, prompts: list[list[int]]) -> list[list[int]]:
             return [[4, 5, 6], [7]]
 
-    clock, trainer = Clock(), Trainer()
+    clock, trainer = Clock(time.perf_counter), Trainer()
     clock.around(trainer, "rollout", "rollout", lambda *_: 0)
     clock.around(trainer, "generate", "generate", lambda prompts, result: sum(map(len, [*prompts, *result])))
     assert trainer.rollout(2) == [[4, 5, 6], [7]]

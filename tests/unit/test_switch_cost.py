@@ -86,9 +86,7 @@ def test_repeated_domains_cost_what_planning_each_of_them_costs(
     assert cost.received_bytes_max == max(one.received_bytes for one in every.values())
     assert cost.peak_weight_bytes_max == max(one.peak_bytes for one in (*every.values(), *back.values()))
     assert cost.redundant_bytes_max == max(one.redundant_bytes for one in every.values())
-    held = generation_holding(
-        shape, generation.train.sizes.pp_size, generation.sizes.pp_size, generation.sizes.tp_size
-    )
+    held = generation_holding(shape, generation.train.sizes.pp_size, generation.sizes)
     assert cost.gen_shard_bytes_max == 4 * held.num_elements
 
 

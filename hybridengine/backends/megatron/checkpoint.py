@@ -43,6 +43,7 @@ from hybridengine.checkpoints.making import end_role
 from hybridengine.checkpoints.random_states import load_random_states, random_states
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError
+from hybridengine.families.family import is_of_expert
 from hybridengine.reshard.boxes import Box, extents, starts
 from hybridengine.reshard.flat_ranges import RangePiece, pieces_in_range
 
@@ -367,7 +368,7 @@ def _parts_of(piece: RangePiece, flats: dict[str, Tensor]) -> Iterator[_Part]:
 
 def _divided_by(name: str, key: tuple[int, ...]) -> tuple[int, ...]:
     """Return the part of a shard's key by which a parameter is divided; other ranks share its optimizer's state."""
-    return (key[0], *key[2:]) if compat.is_of_expert(name) else key[:2]
+    return (key[0], *key[2:]) if is_of_expert(name) else key[:2]
 
 
 def _first_holder(trainer: MegatronTrainer, tensor: str, box: Box) -> tuple[int, ...]:

@@ -8,7 +8,9 @@ fused gradients without apex   the output layer, which is replaced, refuses to b
 gradients reduced in groups    buckets are those of the switch, one per parameter; groups of them are reduced together
 buffers released by bucket     the contiguous parameter buffer is replaced by one tensor per bucket
 optimizer state by parameter   ranges and moments of a distributed optimizer are read from its internal structures
+weights in 8 bits              modules of Transformer Engine keep copies, also while another mode needs the memory
 one replica                    reduce-scatter and all-gather within one rank, which copy everything, are skipped
+FP8 copies of weights          Transformer Engine keeps them from one step to the next
 settings of one step           parameter groups hold a multiple of the weight decay; the optimizers' config the clipping
 """
 
@@ -63,11 +65,6 @@ def _layer_spec(names: NameSet, shape: ModelShape, experts: ExpertSizes | None) 
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     return layer
-
-
-def is_of_expert(name: str) -> bool:
-    """Return True for a parameter of an expert, which has other replicas than the rest of the model."""
-    return ".experts." in name
 
 
 @contextlib.contextmanager
@@ -169,6 +166,12 @@ def drop_reductions(replicated: Iterable[Any]) -> None:
         if group.grad_reduce_handle is not None:
             group.grad_reduce_handle.wait()
             group.grad_reduce_handle = None
+
+
+def drop_fp8_weights(chunks: Iterable[nn.Module]) -> None:
+    """Release the copies of weights in 8 bits that Transformer Engine's modules keep; the next pass makes them again."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        getattr(module, "_fp8_workspaces", {}).clear()
 
 
 def skip_exchange_with_oneself(replicated: Iterable[Any]) -> None:

@@ -24,13 +24,13 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from hybridengine.backends.megatron.compat import fusion_without_apex, is_of_expert, stage_spec
+from hybridengine.backends.megatron.compat import fusion_without_apex, stage_spec
 from hybridengine.backends.megatron.shim import device, device_shim, is_needed
 from hybridengine.backends.places import Places
 from hybridengine.backends.predictions import Predictions
 from hybridengine.config.role_sections import MegatronSettings
 from hybridengine.errors import ConfigError
-from hybridengine.families.family import NameSet
+from hybridengine.families.family import NameSet, is_of_expert
 from hybridengine.families.registry import FAMILIES
 from hybridengine.models.shapes import ModelShape, padded_vocab_size
 from hybridengine.topology.sizes import TrainSizes

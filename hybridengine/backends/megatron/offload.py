@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,14 +21,24 @@ PART_BYTES = 64 * 2**20
 """Size of the parts in which tensors pass through a buffer to host memory of their own."""
 
 
+def own_pages(num_bytes: int) -> Tensor:
+    """Return bytes on pages that nothing else is on, which return to the system with the last view of them."""
+    pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_DONTFORK)  # else a write after a fork would go to a copy of a pinned page
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
 class HostBuffer:
     """Persistent host memory, pinned where there is a GPU, with a stream for copies; both are made when first needed.
 
-    Pinned memory is copied at the speed of the bus, without the driver's own buffer, but takes long to allocate.
+    Pinned memory is copied at the speed of the bus, without the driver's own buffer, but takes long to allocate. It is
+    pages of this buffer's own, because torch's allocator of pinned memory rounds a block up to a power of two, and keeps
+    it when it is freed.
     """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._unpin: Callable[[], object] = lambda: None
         self._stream: Any = None
 
     def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -36,14 +48,24 @@ class HostBuffer:
             starts.append(size)
             size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         if self._memory.nbytes < size:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # never two buffers
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=not is_needed())
+            self._grow(size)
         places = [
             self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for start, tensor in zip(starts, tensors, strict=True)
         ]
         self.copy(places, tensors)
         return places
+
+    def _grow(self, num_bytes: int) -> None:
+        """Replace the memory by a larger one, after giving its pages back: there are never two."""
+        self._unpin()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        memory = own_pages(num_bytes)
+        if not is_needed():
+            cudart: Any = torch.cuda.cudart()
+            torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+            self._unpin = weakref.finalize(self, _unpin, memory.data_ptr())
+        self._memory = memory
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Copy each source to its target on the buffer's stream, after all queued work, and wait for the end."""
@@ -67,6 +89,11 @@ class HostBuffer:
             (staged,) = self.take([source])
             target.copy_(staged)
         return copy
+
+
+def _unpin(address: int) -> None:
+    cudart: Any = torch.cuda.cudart()
+    torch.cuda.check_error(cudart.cudaHostUnregister(address))
 
 
 class OptimizerOffload:

@@ -262,7 +262,8 @@ class MegatronTrainer(MegatronModel):
         return not found.item()
 
     def leave_training(self) -> None:
-        """Release gradient buffers without pending gradients, and move offloaded optimizer state to host memory."""
+        """Release gradients that are not pending and weights in FP8; move offloaded optimizer state to host memory."""
+        compat.drop_fp8_weights(self._chunks)
         if not self._runner.has_gradients:
             for buffer in self._gradients:
                 buffer.untyped_storage().resize_(0)

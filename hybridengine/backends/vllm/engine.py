@@ -101,6 +101,16 @@ class VllmEngine:
         """Number of unfinished requests."""
         return len(self._requests)
 
+    @property
+    def max_running(self) -> int:
+        """Largest number of requests that run at once."""
+        return self._settings.max_sequences
+
+    @property
+    def waiting(self) -> list[str]:
+        """Ids of the requests that wait for a slot or for room in the KV cache, in the order in which they will run."""
+        return self._requests.waiting
+
     def leave_generation(self) -> None:
         """Release the KV cache; the HybridEngine releases the weights. Unfinished requests are recomputed later."""
         self._is_ready = False

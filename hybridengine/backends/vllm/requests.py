@@ -41,6 +41,12 @@ class RunningRequests:
         running = [response for _, response in self._running.values()]
         return {response.request_id for response in [*running, *self._ended]}
 
+    @property
+    def waiting(self) -> list[str]:
+        """Ids of the requests that the scheduler has in its queue, in its order."""
+        queue = self._engine.engine_core.engine_core.scheduler.waiting
+        return [self._running[one.request_id][0].request_id for one in queue]
+
     def progress(self) -> list[Response]:
         """Return the responses that `step` has not returned, with their tokens so far."""
         return [response for _, response in self._running.values()] + self._ended

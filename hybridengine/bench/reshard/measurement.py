@@ -20,12 +20,12 @@ from hybridengine.bench.reshard.methods.micro_dp import MicroDp
 from hybridengine.bench.reshard.methods.per_tensor import PerTensor
 from hybridengine.bench.reshard.results import PairResult, Sample, summarise
 from hybridengine.bench.reshard.spec import BenchSpec, LayoutPair, MethodName
-from hybridengine.controller.cluster import start_ray
+from hybridengine.controller.cluster import node_offers, start_ray
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.errors import TransferError
 from hybridengine.formatting import format_bytes, format_seconds
-from hybridengine.machine import num_gpus
+from hybridengine.machine import wait_for_device
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.vllm import vllm_layout
@@ -53,8 +53,8 @@ def measure_switches(spec: BenchSpec, say: Say) -> Iterator[PairResult]:
         RankFailedError: a method delivered wrong weights, or a rank failed.
         WorkerTimeoutError: a call took longer than `spec.timeout_s`.
     """
-    on_gpus = num_gpus() > 0
     start_ray(num_cpus=max(pair.train.num_ranks for pair in spec.pairs))
+    on_gpus = any(offer.num_gpus for offer in node_offers())
     for pair in spec.pairs:
         weights = f"{format_bytes(spec.weight_bytes)} of {spec.dtype} weights"
         say(f"{pair}: starting {pair.train.num_ranks} ranks, {weights}")
@@ -154,15 +154,10 @@ def timed(call: Callable[[], Result]) -> tuple[float, Result]:
     dist.barrier()
     gc.disable()
     try:
-        _wait_for_device()
+        wait_for_device()
         started = time.perf_counter()
         result = call()
-        _wait_for_device()
+        wait_for_device()
         return time.perf_counter() - started, result
     finally:
         gc.enable()
-
-
-def _wait_for_device() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -19,9 +19,14 @@ def digit_share(responses: Sequence[str], answers: Sequence[str]) -> list[float]
 
 
 class Clock:
-    """Seconds by phase, and tokens, of the current step."""
+    """Seconds by phase, and tokens, of the current step.
 
-    def __init__(self) -> None:
+    Args:
+        now: returns the time, after all work that the device has been given.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
         self.phases: dict[str, float] = {}
         self.tokens = 0
 
@@ -30,9 +35,9 @@ class Clock:
         function = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
+            begin = self.now()
             result = function(*args, **kwargs)
-            self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - begin
+            self.phases[phase] = self.phases.get(phase, 0.0) + self.now() - begin
             self.tokens += count(args[0], result)
             return result
 
@@ -111,7 +116,13 @@ def build_trainer(settings: dict[str, Any], channel: Connection) -> Any:
         raise ValueError(
             "TRL's tokenizer makes other tokens of the prompts; name a tokenizer that adds none of its own"
         )
-    clock = Clock()
+
+    def now() -> float:
+        if not settings["on_cpu"]:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    clock = Clock(now)
 
     class Turns(TrainerCallback):
         begin = 0.0
@@ -122,10 +133,10 @@ def build_trainer(settings: dict[str, Any], channel: Connection) -> Any:
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             channel.recv()
             clock.take()
-            self.begin = time.perf_counter()
+            self.begin = now()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            seconds = time.perf_counter() - self.begin
+            seconds = now() - self.begin
             taken = clock.take()
             taken["phases"]["update"] = seconds - sum(taken["phases"].values())
             channel.send({"seconds": seconds, **taken})

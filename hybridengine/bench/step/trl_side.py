@@ -46,7 +46,7 @@ def trl_steps(
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": str(num_cores),
-        **({"CUDA_VISIBLE_DEVICES": "0"} if num_gpus() else {}),  # a process of TRL uses one GPU
+        **one_gpu(kept),
     }
     rows = [files.step_rows(spec.num_prompts, step + 1) for step in range(spec.num_steps)]
     settings = {
@@ -63,6 +63,12 @@ def trl_steps(
     with child_process([str(python), "-uP", trl_process.__file__], folder / "trl.log", kept | quiet) as ask:
         ask(settings, spec.timeout_s)
         yield lambda number: StepTime(**ask(number, spec.timeout_s))
+
+
+def one_gpu(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that shows a process of TRL the first GPU of those that this process sees, if there is any."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "0")
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[0]} if num_gpus() else {}
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import io
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -273,13 +274,14 @@ class Fabric:
         """Return the number of ranks of one group on a node."""
         return max(1, min(axis.size, self.node_ranks // axis.stride))
 
-    def all_gather_s(self, num_bytes: Any, axis: Axis) -> Any:
-        """Return the seconds of an all-gather with a result of `num_bytes`."""
-        if axis.size == 1:
+    def all_gather_s(self, num_bytes: Any, *axes: Axis) -> Any:
+        """Return the seconds of an all-gather with a result of `num_bytes`, over the ranks along all of the axes."""
+        size = math.prod(axis.size for axis in axes)
+        if size == 1:
             return 0.0
-        received = num_bytes * (axis.size - 1) / axis.size
-        members = self.members_per_node(axis)
-        nodes = -(-axis.size // members)
+        received = num_bytes * (size - 1) / size
+        members = math.prod(map(self.members_per_node, axes))
+        nodes = -(-size // members)
         inside, seconds, latency = self.cluster.links.same_node, 0.0, 0.0
         if members > 1:
             seconds = inside.seconds(received, received * self.node_ranks)
@@ -299,11 +301,18 @@ class Fabric:
     def _collective_s(self) -> float:
         return self.cluster.compute.collective_s if self.cluster.compute else 0.0
 
-    def sends_s(self, num_bytes: Any, axis: Axis, count: int = 1) -> Any:
-        """Return the seconds of the slowest rank's messages to `count` neighbours; groups and directions work at once."""
+    def sends_s(self, num_bytes: Any, axis: Axis, count: int = 1, blocks: int = 1) -> Any:
+        """Return the seconds of the slowest rank's messages to `count` neighbours; groups and directions work at once.
+
+        With several `blocks` of a rank, each sends its own, and the last rank's next neighbour is the first.
+        """
         if axis.size == 1:
             return 0.0
-        num_sent, count = count, min(count, axis.size - 1)  # of two ranks, each has one neighbour
+        num_sent, count = count * blocks, count * blocks
+        if (
+            axis.size == 2 and count > blocks
+        ):  # the first block of all sends nothing back, the last nothing on
+            count -= 1
         members, links, inside, across = self.members_per_node(axis), self.cluster.links, 0.0, 0.0
         if members > 1:
             inside = links.same_node.seconds(num_bytes, num_bytes * self.node_ranks)
@@ -313,6 +322,6 @@ class Fabric:
             leaving = min(axis.stride, self.node_ranks)
             between = links.network
             across = between.seconds(num_bytes, num_bytes * leaving) + between.latency_s
-        crossing = (count + 1) // 2 if members > 1 else count
+        crossing = blocks if members > 1 else count
         slowest_s = np.maximum(inside * count, across * crossing + inside * (count - crossing))
         return slowest_s + num_sent * self._collective_s

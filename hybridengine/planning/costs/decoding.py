@@ -64,7 +64,7 @@ class Engine:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of weights on the fullest rank."""
-        held = generation_holding(self.shape, self.train_pp_size, self.sizes.pp_size, self.sizes.tp_size)
+        held = generation_holding(self.shape, self.train_pp_size, self.sizes)
         return held.num_elements * DTYPE_BYTES[self.dtype]
 
     @cached_property

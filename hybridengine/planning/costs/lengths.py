@@ -176,21 +176,40 @@ class MicroBatches:
     """Number of tokens of a row, averaged over tokens."""
 
     @classmethod
-    @lru_cache(maxsize=4096)
+    @lru_cache(maxsize=16384)
     def of(
-        cls, num_rows: int, prompt_tokens: float, lengths: Lengths, max_tokens: int, unit: int = 1
+        cls,
+        num_rows: int,
+        prompt_tokens: float,
+        lengths: Lengths,
+        max_tokens: int,
+        unit: int = 1,
+        row_unit: int = 1,
     ) -> MicroBatches:
-        """Return the micro-batches of rows with quantiles of `lengths` as lengths; `unit` rows stay together."""
-        prompt, responses = round(prompt_tokens), lengths.spread(num_rows)
-        # Lengths within a group differ as much as any others.
-        responses = responses[np.argsort(np.arange(num_rows) * GOLDEN % 1.0)] if unit > 1 else responses
-        totals = np.resize(prompt + responses, -(-num_rows // unit) * unit)
-        units = totals.reshape(-1, unit).sum(axis=1)
-        runs = balance_rows(units.tolist(), max(max_tokens, int(units.max())))
-        whole = float(totals.sum())
+        """Return the micro-batches of rows with quantiles of `lengths` as lengths; `unit` rows stay together.
+
+        Each row is padded to a multiple of `row_unit` tokens, which do not count towards `max_tokens`.
+        """
+        prompt = round(prompt_tokens)
+        totals, count = _packed_rows(num_rows, prompt, lengths, max_tokens, unit)
+        padded = -(-totals // row_unit) * row_unit
+        whole = float(padded.sum())
         return cls(
-            len(runs),
-            whole / len(runs),
-            (whole - prompt * len(totals)) / len(runs),
-            float((totals.astype(np.float64) ** 2).sum()) / whole,
+            count,
+            whole / count,
+            float(totals.sum() - prompt * len(totals)) / count,
+            float((padded.astype(np.float64) ** 2).sum()) / whole,
         )
+
+
+@lru_cache(maxsize=4096)
+def _packed_rows(
+    num_rows: int, prompt: int, lengths: Lengths, max_tokens: int, unit: int
+) -> tuple[np.ndarray, int]:
+    """Return the tokens of rows, with as many added as fill the last unit, and the number of their micro-batches."""
+    responses = lengths.spread(num_rows)
+    # Lengths within a group differ as much as any others.
+    responses = responses[np.argsort(np.arange(num_rows) * GOLDEN % 1.0)] if unit > 1 else responses
+    totals = np.resize(prompt + responses, -(-num_rows // unit) * unit)
+    units = totals.reshape(-1, unit).sum(axis=1)
+    return totals, len(balance_rows(units.tolist(), max(max_tokens, int(units.max()))))

@@ -1,14 +1,18 @@
 """Seconds of passes over rows under (p, t, d): forward passes, and updates with their optimizer steps.
 
 The first of m micro-batches passes all p stages; the others follow at the rate of the slowest stage. With equal stages,
-these are the pipeline's m + p - 1 slots. The time of a stage consists of
+these are the pipeline's m + p - 1 slots. With v blocks of layers per stage the interleaved schedule fills in (p - 1) / v
+slots, a bubble of (p - 1) / (v·m); fewer than p micro-batches are filled up with empty ones, which take as long. The
+time of a stage consists of
 
     arithmetic   2 operations for each weight and token, at the rate that matrices of n tokens reach:
                  peak · efficiency · n / (n + half_tokens)
     attention    4 · tokens · sequence length · query width operations, at a separate rate
     memory       the hidden state is read and written `activation_passes` times
-    launches     for each layer, and for each micro-batch
+    launches     for each layer, and for each micro-batch in each block
     tensor axis  two all-reduces of the hidden state for each layer and direction
+    context axis an all-gather of keys and values for each layer; the 2c parts of a row make attention equal on all ranks
+    messages     the hidden state from each block to the next one, and its gradient back
 
 A backward pass counts as two forward passes, or three with recomputation. An optimizer step reduce-scatters the gradients
 over the replicas (float32), updates its part, and all-gathers the weights.
@@ -22,14 +26,12 @@ ZeRO, arXiv 1910.02054.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.costs.clusters import Axis, Cluster, Compute, Fabric
 from hybridengine.planning.costs.lengths import MicroBatches
-from hybridengine.planning.costs.memory import GRADIENT_BYTES, training_holding
+from hybridengine.planning.costs.memory import GRADIENT_BYTES, layer_weights, training_holding
 from hybridengine.topology.sizes import TrainSizes
 
 OPTIMIZER_TRAFFIC_BYTES = 30
@@ -60,12 +62,6 @@ def compute_of(cluster: Cluster) -> Compute:
     return cluster.compute
 
 
-@lru_cache(maxsize=64)
-def layer_weights(shape: ModelShape) -> int:
-    """Return the number of weights in the matrices of a layer."""
-    return sum(math.prod(size) for size in shape.layer_tensors(0).values() if len(size) > 1)
-
-
 @dataclass(frozen=True)
 class ModelPasses:
     """Passes of one model at (p, t, d) on a cluster."""
@@ -94,28 +90,31 @@ class ModelPasses:
 
         A backward pass counts as two, and what is recomputed as more.
         """
-        p, t = self.sizes.pp_size, self.sizes.tp_size
+        p, t, c, v = (
+            self.sizes.pp_size,
+            self.sizes.tp_size,
+            self.sizes.cp_size,
+            self.sizes.virtual_stages,
+        )
         num_sends = 1 if passes == 1 else 2  # to the next stage and back
-        v = self.sizes.virtual_stages
-        blocks = self.shape.split_layers(*self.sizes.blocks)
-        layers = [sum(map(len, blocks[stage::p])) for stage in range(p)]
+        layers = [len(stage) for stage in self.shape.split_layers(p)]  # whatever v is
         inner = {count: self._stage(micro, count, last=False) for count in set(layers)}
         work = [*(inner[count] for count in layers[:-1]), self._stage(micro, layers[-1], last=True)]
-        c, hidden_bytes = self.sizes.cp_size, self._hidden_bytes(micro)
+        hidden_bytes = self._hidden_bytes(micro)
         fabric = Fabric(self.cluster, self.sizes.num_ranks)
         # A reduce-scatter and an all-gather of the hidden state, of which each rank holds a part between them.
         all_reduce_s = fabric.all_reduce_s(hidden_bytes, Axis(t, 1))
-        sends_s = fabric.sends_s(hidden_bytes / t, Axis(p, t * c), num_sends * v)
+        sends_s = fabric.sends_s(hidden_bytes / t, Axis(p, t * c), num_sends, v)
         kv_bytes = micro.tokens * 2 * self.shape.kv_size / t * DTYPE_BYTES[self.dtype]
-        # Keys and values, in the forward pass and where it is repeated; the backward pass scatters their gradients.
-        context_s = passes * fabric.all_gather_s(kv_bytes, Axis(c, t)) if c > 1 else 0.0
+        # Keys and values in each forward pass; in the backward pass once more, and their gradients.
+        context_s = int(passes) * fabric.all_gather_s(kv_bytes, Axis(c, t))
         slots = [
             passes * own + count * (num_all_reduces * all_reduce_s + context_s) + sends_s
             for own, count in zip(work, layers, strict=True)
         ]
         # With virtual stages the pipeline fills after a block of layers, a v-th of the stage.
-        filling_s = (sum(slots) - max(slots)) / v
-        return PassSeconds(micro.count * max(slots) + filling_s, micro.count * sum(slots) / p)
+        filling_s, count = (sum(slots) - max(slots)) / v, self.sizes.num_passes(micro.count)
+        return PassSeconds(count * max(slots) + filling_s, count * sum(slots) / p)
 
     def _stage(self, micro: MicroBatches, layers: int, *, last: bool) -> float:
         """Return the seconds of a forward pass of one micro-batch over a stage, without collectives."""
@@ -131,14 +130,21 @@ class ModelPasses:
         attention_s = attention / (peak * compute.attention_efficiency)
         memory = compute.activation_passes * self._hidden_bytes(micro) * layers
         memory_s = memory / self.cluster.links.same_device.bytes_per_s
-        return arithmetic + attention_s + memory_s + layers * compute.layer_s + compute.micro_batch_s
+        launches_s = layers * compute.layer_s + self.sizes.virtual_stages * compute.micro_batch_s
+        return arithmetic + attention_s + memory_s + launches_s
 
     def _hidden_bytes(self, micro: MicroBatches) -> float:
         """Return the bytes of this rank's hidden states of all tensor-parallel ranks."""
         return micro.tokens / self.sizes.cp_size * self.shape.hidden_size * DTYPE_BYTES[self.dtype]
 
     def _optimizer_step_s(self) -> float:
-        compute, d = compute_of(self.cluster), self.sizes.dp_size * self.sizes.cp_size
+        compute, p, t, c = (
+            compute_of(self.cluster),
+            self.sizes.pp_size,
+            self.sizes.tp_size,
+            self.sizes.cp_size,
+        )
+        d = self.sizes.dp_size * c
         held = training_holding(self.shape, self.sizes)
         memory = held.num_elements * (OPTIMIZER_TRAFFIC_BYTES / d + GRADIENT_TRAFFIC_BYTES)
         own = (
@@ -147,9 +153,10 @@ class ModelPasses:
             + compute.optimizer_step_s
         )
         # Gradients are scattered, weights gathered.
-        fabric, replicas = Fabric(self.cluster, self.sizes.num_ranks), Axis(d, self.sizes.model_parallel_size)
+        fabric = Fabric(self.cluster, self.sizes.num_ranks)
+        replicas = Axis(c, t), Axis(self.sizes.dp_size, p * t * c)
         gathers_s = [
-            fabric.all_gather_s(held.num_elements * num_bytes, replicas)
+            fabric.all_gather_s(held.num_elements * num_bytes, *replicas)
             for num_bytes in (GRADIENT_BYTES, DTYPE_BYTES[self.dtype])
         ]
         exchanged = (1 - compute.overlap) * sum(gathers_s)

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field, replace
 
 from hybridengine.config import RunConfig, holder_shape, model_holders, rows_for_every_rank
 from hybridengine.config.algorithm import Role
+from hybridengine.config.role_sections import MegatronSettings
 from hybridengine.config.run_config import TRAINED
 from hybridengine.models.shapes import ModelShape
 from hybridengine.planning.costs.dataflows import METHODS, Call, Work, calls_of
 from hybridengine.planning.costs.lengths import Lengths, MicroBatches
+from hybridengine.topology.sizes import TrainSizes
 
 GENERATING = (Work.SWITCH, Work.GENERATE)
 """Work of generation, which engines on ranks of their own take over from the trainers."""
@@ -30,8 +32,7 @@ class PlannedModel:
     mini_batches: int = 1
     offloads: bool = False
     """True if the optimizer state is in host memory while the model does not train."""
-    recompute: str = "none"
-    sequence_parallel: bool = True
+    settings: MegatronSettings = MegatronSettings()
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,12 +109,14 @@ class Workload:
     def model(self, name: str) -> PlannedModel:
         return next(model for model in self.models if model.name == name)
 
-    def micro_batches(self, model: PlannedModel, call: Call, dp_size: int) -> MicroBatches:
+    def micro_batches(self, model: PlannedModel, call: Call, sizes: TrainSizes) -> MicroBatches:
         """Return the micro-batches of one replica in a call; for an update, in one optimizer step."""
-        parts = dp_size * (model.mini_batches if call.work is Work.UPDATE else 1)
+        parts = sizes.dp_size * (model.mini_batches if call.work is Work.UPDATE else 1)
         rows = -(-call.num_rows // parts)
         unit = 2 if call.method == "update_preferences" else 1
-        return MicroBatches.of(rows, self.prompt_tokens, self.lengths, model.micro_batch_tokens, unit)
+        return MicroBatches.of(
+            rows, self.prompt_tokens, self.lengths, model.micro_batch_tokens, unit, sizes.row_unit
+        )
 
 
 def workload_of(config: RunConfig, lengths: Lengths, prompt_tokens: float | None = None) -> Workload:
@@ -129,8 +132,7 @@ def workload_of(config: RunConfig, lengths: Lengths, prompt_tokens: float | None
             ppo_epochs=getattr(holder.section, "ppo_epochs", 1),
             mini_batches=getattr(holder.section, "mini_batches", 1),
             offloads=getattr(holder.section, "offload", "none") == "optimizer",
-            recompute=getattr(holder.section, "recompute", "none"),
-            sequence_parallel=getattr(holder.section, "sequence_parallel", True),
+            settings=holder.settings,
         )
         for holder in model_holders(config)
     ]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hybridengine.errors import ConfigError, TopologyError
 from hybridengine.models.shapes import ModelShape
+from hybridengine.topology.fitting import gen_problems, train_problems
 from hybridengine.topology.sizes import GenSizes, TrainSizes, divisors
 
 
@@ -21,23 +24,28 @@ def check_layouts(shape: ModelShape, train: TrainSizes, gen: GenSizes | None = N
     """Raise a TopologyError with all reasons why `shape` cannot train at `train` or generate at `gen` on its ranks."""
     if broken := train_problems(shape, train):
         raise TopologyError(f"training {train}: {'; '.join(broken)}")
-    if gen is not None and (broken := [*gen.problems_over(train), *gen_problems(shape, train, gen)]):
+    if gen is not None and (broken := [*gen.problems_over(train), *gen_problems(shape, gen, train.tp_size)]):
         raise TopologyError(f"generation {gen}: {'; '.join(broken)}")
 
 
-def train_problems(shape: ModelShape, sizes: TrainSizes) -> list[str]:
-    """Return the reasons why Megatron cannot train `shape` at these sizes."""
-    problems = shape.tp_problems(sizes.tp_size)
-    try:
-        shape.split_layers(*sizes.blocks)
-    except ConfigError as error:
-        problems.append(str(error))
-    return problems
+def training_sizes(
+    shape: ModelShape, num_ranks: int, max_tp_size: int, max_tokens: int
+) -> Iterator[TrainSizes]:
+    """Yield the sizes with which Megatron can train `shape` on `num_ranks` ranks; t is at most `max_tp_size`.
 
-
-def gen_problems(shape: ModelShape, train: TrainSizes, sizes: GenSizes) -> list[str]:
-    """Return the reasons why vLLM cannot hold `shape` at these sizes."""
-    return shape.pp_problems(sizes.pp_size, "p_g") + shape.gen_tp_problems(sizes.tp_size, train.tp_size)
+    Context ranks have at least a token of the longest row, of `max_tokens` tokens, in each of their two parts. Virtual
+    stages are blocks of equally many layers.
+    """
+    for model_ranks in divisors(num_ranks):
+        for tp_size, cp_size in itertools.product(divisors(model_ranks), divisors(num_ranks // model_ranks)):
+            pp_size = model_ranks // tp_size
+            sizes = TrainSizes(pp_size, tp_size, num_ranks // model_ranks // cp_size, cp_size)
+            if tp_size > max_tp_size or sizes.row_unit > max_tokens or train_problems(shape, sizes):
+                continue
+            yield sizes
+            if pp_size > 1 and shape.num_layers % pp_size == 0:
+                for virtual_stages in divisors(shape.num_layers // pp_size)[1:]:
+                    yield replace(sizes, virtual_stages=virtual_stages)
 
 
 def generation_sizes(shape: ModelShape, train: TrainSizes, max_tp_size: int) -> Iterator[GenSizes]:
@@ -49,5 +57,9 @@ def generation_sizes(shape: ModelShape, train: TrainSizes, max_tp_size: int) -> 
             return
         for tp_size in divisors(num_ranks):
             sizes = GenSizes(num_ranks // tp_size, tp_size)
-            if tp_size <= widest and not sizes.problems_over(train) and not gen_problems(shape, train, sizes):
+            if (
+                tp_size <= widest
+                and not sizes.problems_over(train)
+                and not gen_problems(shape, sizes, train.tp_size)
+            ):
                 yield sizes

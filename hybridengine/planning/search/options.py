@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from hybridengine.planning.costs.activations import activation_bytes
 from hybridengine.planning.costs.clusters import Cluster
 from hybridengine.planning.costs.dataflows import Call, Work
 from hybridengine.planning.costs.decoding import Engine
 from hybridengine.planning.costs.memory import (
     ModelMemory,
     StateBytes,
-    activation_bytes,
     model_memory,
 )
 from hybridengine.planning.costs.passes import ModelPasses, compute_of
 from hybridengine.planning.costs.workload import PlannedModel, Workload
-from hybridengine.planning.search.layouts import gen_problems, train_problems
+from hybridengine.planning.search.layouts import training_sizes
 from hybridengine.planning.switch.switch_cost import SwitchPricer
+from hybridengine.topology.fitting import gen_problems, train_problems
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import GenSizes, TrainSizes, divisors
@@ -152,22 +154,13 @@ class Options:
         """Yield the sizes that Megatron supports, with tensor shards on one node and rows for every rank and replica."""
         if num_ranks > self.workload.rank_rows.get(model.role, num_ranks):
             return
-        if model.name in self.fixed:
-            tried = [self.fixed[model.name]]
+        node = self.cluster.devices_per_node
+        if (fixed := self.fixed.get(model.name)) is None:
+            tried = training_sizes(model.shape, num_ranks, node, self.workload.max_tokens)
         else:
-            tried = [
-                TrainSizes(parts // tp_size, tp_size, num_ranks // parts)
-                for parts in divisors(num_ranks)
-                for tp_size in divisors(parts)
-            ]
-        for sizes in tried:
-            if (
-                sizes.num_ranks == num_ranks
-                and sizes.tp_size <= self.cluster.devices_per_node
-                and self._splits_evenly(model, sizes)
-                and not train_problems(model.shape, sizes)
-            ):
-                yield sizes
+            possible = fixed.num_ranks == num_ranks and fixed.tp_size <= node
+            tried = [fixed] if possible and not train_problems(model.shape, fixed) else []
+        yield from (sizes for sizes in tried if self._splits_evenly(model, sizes))
 
     def _splits_evenly(self, model: PlannedModel, sizes: TrainSizes) -> bool:
         """Return True if replicas get equal numbers of rows in updates, and at least one row of a step in inference."""
@@ -196,11 +189,12 @@ class Options:
             return
         for pp_size, tp_size in itertools.product(divisors(sizes.pp_size), divisors(sizes.tp_size)):
             gen = GenSizes(pp_size, tp_size)
-            if gen == (self.fixed_gen or gen) and not gen_problems(model.shape, sizes, gen):
+            possible = gen == (self.fixed_gen or gen) and gen.nests_in(sizes)
+            if possible and not gen_problems(model.shape, gen, sizes.tp_size):
                 yield self._with_engine(plain, gen, held.weights_bytes)
 
     def _held(self, model: PlannedModel, sizes: TrainSizes) -> ModelMemory:
-        return model_memory(model.shape, sizes, self.workload.dtype, trains=model.trains)
+        return model_memory(model.shape, sizes, self.workload.dtype, model.settings, trains=model.trains)
 
     def _pass_s(self, model: PlannedModel, passes: ModelPasses, held: ModelMemory, call: Call) -> float:
         """Return the seconds of a call, without the transfers of a switch and without generation."""
@@ -214,12 +208,12 @@ class Options:
             beside_s += held.optimizer_bytes / host.bytes_per_s
         if call.work in (Work.SWITCH, Work.GENERATE):
             return beside_s
-        micro = self.workload.micro_batches(model, call, sizes.dp_size)
+        micro = self.workload.micro_batches(model, call, sizes)
         if call.work is Work.INFER:
             done = passes.forward(micro)
         else:
             done = passes.update(
-                micro, model.mini_batches, recompute=model.recompute, num_passes=model.ppo_epochs
+                micro, model.mini_batches, recompute=model.settings.recompute, num_passes=model.ppo_epochs
             )
         return done.on(self.cluster, sizes.num_ranks) + beside_s
 
@@ -231,10 +225,9 @@ class Options:
                     model.shape,
                     sizes,
                     self.workload.dtype,
-                    self.workload.micro_batches(model, call, sizes.dp_size),
+                    self.workload.micro_batches(model, call, sizes),
+                    model.settings,
                     trains=call.work is Work.UPDATE,
-                    recompute=model.recompute,
-                    sequence_parallel=model.sequence_parallel,
                 )
                 kept[call.work] = max(kept[call.work], own)
         return held.states(
@@ -286,10 +279,8 @@ class Options:
         return SwitchFigures(max(received / fastest, entering_s), 0.0, max(train_bytes, gen_bytes))
 
     def _switch(self, sizes: TrainSizes, gen: GenSizes) -> SwitchFigures:
-        """Return the figures of a switch from a plan with as many replicas as differ in their position on the nodes."""
-        node = self.cluster.devices_per_node
-        train = replace(sizes, dp_size=min(sizes.dp_size, node // math.gcd(sizes.replica_size, node)))
-        key = (train, gen)
+        """Return the figures of a switch, from a plan at sizes with the same switch."""
+        key = train, _ = switched_sizes(sizes, self.cluster.devices_per_node), gen
         if key not in self._switches:
             cost = self._pricer.price(
                 GenerationGrid(Grid(train), gen), self.cluster.node_map(train.num_ranks)
@@ -297,3 +288,34 @@ class Options:
             seconds = cost.seconds_there(self.cluster), cost.seconds_back(self.cluster)
             self._switches[key] = SwitchFigures(*seconds, cost.peak_weight_bytes_max, cost.received_bytes_max)
         return self._switches[key]
+
+
+def switched_sizes(sizes: TrainSizes, devices_per_node: int) -> TrainSizes:
+    """Return the sizes with the fewest ranks whose switch has the same figures: a rank for each position on the nodes.
+
+    Ranks of a stage that fill whole nodes have the same positions, however many there are. Virtual stages have no
+    influence: each bucket is one parameter of a layer, and a stage has as many layers, whichever they are.
+    """
+    t, c = sizes.tp_size, sizes.cp_size
+    fewest = TrainSizes(sizes.pp_size, t, 1, devices_per_node // t if t * c % devices_per_node == 0 else c)
+    replicas = devices_per_node // math.gcd(fewest.replica_size, devices_per_node)
+    return replace(fewest, dp_size=min(sizes.dp_size, replicas))
+
+
+def undominated(options: Sequence[Option], devices_per_node: int) -> list[Option]:
+    """Return the options without those that cannot be better than another one in any plan.
+
+    An option is no better than another with the same switch that is no slower in any call and needs no more memory at
+    any time, since neither longer calls nor more memory make an iteration shorter.
+    """
+    kept: dict[tuple[object, ...], list[tuple[float, ...]]] = {}
+    found = []
+    for option in sorted(options, key=lambda option: sum(option.least_seconds)):
+        memory, engine = option.memory, option.engine
+        same = (switched_sizes(option.sizes, devices_per_node), engine.sizes) if engine else ()
+        costs = (*option.least_seconds, memory.idle, memory.generating, memory.idle + option.extra_bytes)
+        others = kept.setdefault(same, [])
+        if not any(all(map(operator.le, other, costs)) for other in others):
+            others.append(costs)
+            found.append(option)
+    return found

@@ -6,9 +6,10 @@ lower bounds:
 
 1. The bounds of all allocations are computed at once. Allocations are examined in the order of their bounds, until a
    bound is no better than the best plan so far.
-2. Within an allocation, models are assigned their options in turn, the fastest options first. A branch ends if its models
-   do not fit into memory with the least that the others need, or if the iteration, with the least seconds of the models
-   without an option yet, is no better than the best plan so far.
+2. Within an allocation, models are assigned their options in turn, the fastest options first, without those that are no
+   better than another one in any respect. A branch ends if its models do not fit into memory with the least that the
+   others need, or if the iteration, with the least seconds of the models without an option yet, is no better than the
+   best plan so far.
 3. The switch of a complete assignment is then planned, and its KV cache limited to the memory left on a rank.
 
 Source: the auto-mapping of HybridFlow, arXiv 2409.19256, section 6 and appendix C. Differences: pools smaller than a node
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridengine.planning.costs.passes import compute_of
-from hybridengine.planning.search.options import Option, Options
+from hybridengine.planning.search.options import Option, Options, undominated
 from hybridengine.planning.search.placements import Placement, allocations, placements, pool_sizes
 from hybridengine.planning.search.plan import Plan, Schedule
 
@@ -69,6 +70,7 @@ class Search:
         self.sizes = pool_sizes(self.cluster, num_devices)
         self._least: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self._allocations: dict[int, tuple[np.ndarray, bool]] = {}
+        self._useful: dict[tuple[str, int], list[Option]] = {}
 
     def run(self) -> Found:
         """Return the best plans, each of a different placement."""
@@ -130,6 +132,13 @@ class Search:
     def fitting(self, model: str, size: int) -> list[Option]:
         """Return the options of a model that fit on a rank without other models."""
         return [option for option in self.options.of(model, size) if self.fits([option])]
+
+    def useful(self, model: str, size: int) -> list[Option]:
+        """Return the fitting options of a model that may be part of the best plan."""
+        if (model, size) not in self._useful:
+            fitting, node = self.fitting(model, size), self.cluster.devices_per_node
+            self._useful[model, size] = undominated(fitting, node)
+        return self._useful[model, size]
 
     def fits(self, options: Sequence[Option], others_idle_bytes: int = 0) -> bool:
         """Return True if the models fit on a rank together, with one at work at a time."""
@@ -220,7 +229,7 @@ class _PlacementSearch:
         if self._schedule.step_s(least) >= self._best_s:
             return
         self.num_solved += 1
-        options = {name: self._search.fitting(name, size) for name, size in size_of.items()}
+        options = {name: self._search.useful(name, size) for name, size in size_of.items()}
         least_idle = {name: min(option.memory.idle for option in options[name]) for name in options}
         for name, own in options.items():
             others = sum(least_idle[other] for other in self._pool_of[name] if other != name)

@@ -157,13 +157,10 @@ def _with_settings(
         if model.trains and model.name in names:
             if offloads and not model.offloads:
                 settings.append(f"{model.name}.offload=optimizer")
-            if recompute and model.recompute != "full":
+            if recompute and model.settings.recompute != "full":
                 settings.append(f"{model.name}.recompute=full")
-            model = replace(
-                model,
-                offloads=offloads or model.offloads,
-                recompute="full" if recompute else model.recompute,
-            )
+            changed = model.settings.model_copy(update={"recompute": "full"} if recompute else {})
+            model = replace(model, offloads=offloads or model.offloads, settings=changed)
         models.append(model)
     return settings, replace(workload, models=tuple(models))
 

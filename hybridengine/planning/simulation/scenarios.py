@@ -28,6 +28,7 @@ from hybridengine.planning.search.plan import Plan, given_plan
 from hybridengine.planning.search.search import Search
 from hybridengine.planning.search.shortage import shortage
 from hybridengine.planning.simulation.simulation import Bound, Outcome, Setting
+from hybridengine.topology.fitting import gen_problems
 from hybridengine.topology.sizes import GenSizes, divisors
 
 
@@ -216,9 +217,7 @@ class Scenarios:
         possible = [
             self._engines(gen, gen.pp_size, self.num_devices)
             for gen in choices
-            if gen.num_ranks < self.num_devices
-            and not shape.gen_tp_problems(gen.tp_size, gen.tp_size)
-            and not shape.pp_problems(gen.pp_size, "p_g")
+            if gen.num_ranks < self.num_devices and not gen_problems(shape, gen, gen.tp_size)
         ]
         tokens = self.workload.max_tokens
         found = [

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import layers
+from torch import Tensor
 
+from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.config.role_sections import MegatronSettings
 from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.sizes import TrainSizes
+from hybridengine.weights.process_groups import ProcessGroups
 from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model
 from tests.gpu import (
     one_device,
     test_decoding,
+    test_divided,
+    test_fp8,
     test_graphs,
     test_large_rank,
     test_log_probs,
@@ -110,7 +119,7 @@ def test_steps_of_adamw(folder: Path, run_ranks: RankLauncher):
 def test_state_that_leaves_and_comes_back(folder: Path, run_ranks: RankLauncher):
     [found] = run_ranks(1, test_training.leave_and_enter, folder)
     shape = ModelShape.from_folder(folder)
-    assert found.is_unchanged
+    test_training.check_offloaded(found)
     assert (found.state_bytes, found.gradient_bytes) == (12 * shape.num_parameters, 4 * shape.num_parameters)
     (folder / "saved").mkdir()
     assert run_ranks(1, test_training.save_and_load, folder, folder / "saved") == [(True, True, True)]
@@ -180,3 +189,61 @@ def test_one_of_two_ranks_dies(tmp_path: Path, run_ranks: RankLauncher):
     test_two_ranks.write_small(tmp_path)
     ranks = run_ranks(2, test_two_ranks.switch_until_one_dies, tmp_path, may_die=[test_two_ranks.BROKEN_RANK])
     test_two_ranks.check_survivor(ranks)
+
+
+def test_two_ranks_train(tmp_path: Path, run_ranks: RankLauncher):
+    """Equal within the rounding of float32. Without Transformer Engine, context ranks gather keys and values."""
+    test_divided.write_layers(tmp_path, "float32")
+    [[alone]] = run_ranks(1, test_divided.train, tmp_path, ["1-1-1"], "float32")
+    by_rank = run_ranks(2, test_divided.train, tmp_path, test_divided.SIZES, "float32")
+    for ranks in zip(*by_rank, strict=True):
+        test_divided.check_equal(alone, ranks, 1e-6, 1e-5)
+
+
+def test_fp8_that_is_emulated(folder: Path, run_ranks: RankLauncher):
+    """There is no FP8 on a CPU: its roundings are emulated. What Transformer Engine does, only a GPU can show."""
+    [compared] = run_ranks(1, with_emulated_fp8, folder)
+    test_fp8.check_close(compared.plain, compared.found)
+    assert compared.found.grad_norms[0] != compared.plain.grad_norms[0]
+    test_fp8.check_engine(compared)
+    with pytest.raises(AssertionError):
+        test_fp8.check_engine(replace(compared, log_probs=compared.log_probs.roll(1, dims=1)))
+
+
+def with_emulated_fp8(rank: int, folder: Path) -> test_fp8.Compared:
+    """Train the second trainer with matrix products of tensors that are rounded to FP8, each with a scale of its own."""
+    take_steps = test_fp8.take_steps
+
+    def rounded(folder: Path, registry: ProcessGroups, fp8: str) -> tuple[MegatronTrainer, test_fp8.Steps]:
+        with contextlib.ExitStack() as stack:
+            if fp8 != "none":
+                name = "linear_with_grad_accumulation_and_async_allreduce"
+                stack.enter_context(mock.patch.object(layers, name, _emulated_linear))
+            return take_steps(folder, registry, "none")
+
+    with mock.patch.object(test_fp8, "take_steps", rounded):
+        return test_fp8.train_and_switch(rank, folder, "tensorwise", KV_CACHE_BYTES)
+
+
+def _emulated_linear(input: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
+    product = _Fp8Product.apply(input, weight)
+    return product if bias is None else product + bias
+
+
+class _Fp8Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+        factors = _rounded(input, torch.float8_e4m3fn), _rounded(weight, torch.float8_e4m3fn)
+        ctx.save_for_backward(*factors)
+        return factors[0] @ factors[1].t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        input, weight = ctx.saved_tensors
+        gradient = _rounded(gradient, torch.float8_e5m2)
+        return gradient @ weight, gradient.flatten(0, -2).t() @ input.flatten(0, -2)
+
+
+def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    scale = torch.finfo(dtype).max / tensor.abs().max().float()
+    return ((tensor * scale).to(dtype).float() / scale).to(tensor.dtype)

@@ -6,13 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from hybridengine.models.presets import PRESETS
 from hybridengine.weights.ledger import SwitchReport
 from tests.gpu import (
     test_decoding,
+    test_divided,
+    test_fp8,
     test_large_rank,
     test_log_probs,
     test_memory,
@@ -178,7 +182,17 @@ LEDGERS: Case = (
 )
 
 STATE_BYTES = int(0.6 * GIB)
-OFFLOADED = test_training.Offloaded(True, STATE_BYTES + STATE_BYTES // 3, STATE_BYTES, STATE_BYTES // 3, 1.0)
+OFFLOADED = test_training.Offloaded(
+    is_unchanged=True,
+    released_bytes=STATE_BYTES + STATE_BYTES // 3,
+    state_bytes=STATE_BYTES,
+    gradient_bytes=STATE_BYTES // 3,
+    grad_norm=1.0,
+    host_bytes=STATE_BYTES,
+    is_pinned=True,
+    host_growth_bytes=2 * STATE_BYTES // 3,
+    allocator_bytes=0,
+)
 STATE: Case = (
     test_training.test_offloaded_state_comes_back_bitwise,
     (),
@@ -186,10 +200,14 @@ STATE: Case = (
     {
         "other bits": [replace(OFFLOADED, is_unchanged=False)],
         "state stays": [replace(OFFLOADED, released_bytes=STATE_BYTES // 3)],
+        "pageable": [replace(OFFLOADED, is_pinned=False)],
+        "rounded up": [replace(OFFLOADED, host_bytes=GIB)],
+        "the first block stays": [replace(OFFLOADED, host_growth_bytes=STATE_BYTES)],
+        "cached": [replace(OFFLOADED, allocator_bytes=STATE_BYTES)],
     },
 )
 SAVES: Case = (
-    test_training.test_a_checkpoint_written_while_training_goes_on_brings_everything_back,
+    test_training.test_a_checkpoint_written_during_a_step_restores_everything,
     (),
     [(True, True, True)],
     {
@@ -199,7 +217,59 @@ SAVES: Case = (
     },
 )
 
-CASES = [CYCLES, START, DECODING, STREAM, LOG_PROBS, LARGE_RANK, TRIPS, OFFLOAD, LEDGERS, STATE, SAVES]
+PLAIN = test_fp8.Steps([8.3, 7.4, 6.4, 5.5], [2.0, 1.9, 1.8, 1.7], held_bytes=400 * MIB)
+ROUNDED = replace(PLAIN, losses=[8.31, 7.42, 6.45, 5.56], grad_norms=[2.06, 1.95, 1.86, 1.75])
+COMPARED = test_fp8.Compared(
+    PLAIN,
+    ROUNDED,
+    engine_types={"torch.bfloat16"},
+    log_probs=torch.full((2, 3), -1.0),
+    megatron_log_probs=torch.full((2, 3), -1.01),
+    weights_equal=True,
+)
+FP8: Case = (
+    test_fp8.test_training_in_fp8_is_near_training_in_bfloat16,
+    ("blockwise",),
+    [COMPARED],
+    {
+        "other losses": [replace(COMPARED, found=replace(ROUNDED, losses=[8.3, 7.4, 6.4, 6.0]))],
+        "other gradients": [replace(COMPARED, found=replace(ROUNDED, grad_norms=[2.2, 2.1, 2.0, 1.9]))],
+        "no FP8": [replace(COMPARED, found=PLAIN)],
+        "copies stay": [replace(COMPARED, found=replace(ROUNDED, held_bytes=480 * MIB))],
+        "nothing learnt": [replace(COMPARED, plain=replace(PLAIN, losses=[8.3] * 4))],
+        "an engine in FP8": [replace(COMPARED, engine_types={"torch.bfloat16", "torch.float8_e4m3fn"})],
+        "stale weights": [replace(COMPARED, log_probs=torch.full((2, 3), -1.3))],
+    },
+)
+
+TRAINED = test_divided.Trained("TRANSFORMER_ENGINE", [9.9, 9.6, 8.8], [8.8, 8.7, 8.5])
+BOTH = [TRAINED, TRAINED]
+DIVIDED: Case = (
+    test_divided.test_ranks_that_share_a_model_take_the_steps_of_one,
+    (),
+    [[TRAINED], [replace(TRAINED, losses=[9.91, 9.6, 8.8]), TRAINED]],
+    {
+        "local layers": [[replace(TRAINED, names="LOCAL")], BOTH],
+        "parts of a row in another order": [[TRAINED], [replace(TRAINED, losses=[10.0, 9.7, 9.0]), TRAINED]],
+        "gradients exchanged": [[TRAINED], [TRAINED, replace(TRAINED, grad_norms=[8.8, 8.9, 8.5])]],
+    },
+)
+
+CASES = [
+    FP8,
+    DIVIDED,
+    CYCLES,
+    START,
+    DECODING,
+    STREAM,
+    LOG_PROBS,
+    LARGE_RANK,
+    TRIPS,
+    OFFLOAD,
+    LEDGERS,
+    STATE,
+    SAVES,
+]
 
 
 def check(case: Case, answers: list[Any], folder: Path) -> list[str]:
@@ -209,7 +279,8 @@ def check(case: Case, answers: list[Any], folder: Path) -> list[str]:
     given = {"on_device": answering(answers), "folder": folder, "tmp_path": folder, "note": notes.append}
     names = test.__code__.co_varnames[: test.__code__.co_argcount]
     rest = iter(parameters)
-    test(*[given[name] if name in given else next(rest) for name in names])
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
+        test(*[given[name] if name in given else next(rest) for name in names])
     return notes
 
 
@@ -234,3 +305,9 @@ def test_two_ranks_must_be_on_the_gpu(tmp_path: Path):
         test_two_ranks.test_a_switch_moves_the_bits_that_it_moves_on_a_cpu(
             answering([ranks]), tmp_path, "1-2-1"
         )
+
+
+def test_scaling_that_a_device_lacks_is_skipped_with_the_reason(tmp_path: Path):
+    case = FP8[0], ("mxfp8",), *FP8[2:]
+    with pytest.raises(pytest.skip.Exception, match=r"needs compute capability 10\.0, and this is 9\.0"):
+        check(case, FP8[2], tmp_path)

@@ -29,6 +29,7 @@ class _Counting:
 
     send_ops: list[Any]
     recv_ops: list[Any]
+    _copy_stream: Any
 
     def __init__(self, ledger: StorageLedger, models: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -49,6 +50,8 @@ class _Counting:
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         staged = sum(storage.nbytes() for key, storage in storages.items() if key not in self._weights)
         self._ledger.stage(staged)
+        # The service copies what stays on this rank on a stream that does not wait for the work that made it.
+        self._copy_stream.wait_stream(torch.cuda.current_stream())
         super().run()  # type: ignore[misc]
         self._ledger.unstage(staged)
 

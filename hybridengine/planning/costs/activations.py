@@ -1,0 +1,131 @@
+"""Bytes of activations of a pass on one rank, counted tensor by tensor: what Transformer Engine's layers keep.
+
+    norms          input, and a float32 number for each row; of queries and keys, where a family has these norms
+    matrices       input; that of queries, keys and values, and that of gate and up are outputs of norms
+    attention      queries, keys and values behind the rotation, output, and a float32 number for each query and head
+    gated MLP      gate and up; their product is the input of the last matrix
+    stage          what it sends to the next one, until the backward pass of the micro-batch
+
+What belongs to heads or to the MLP is divided by t, and with sequence parallelism hidden states are too. In the backward
+pass, a layer's MLP needs most beside what is kept. Layers without Transformer Engine, as on a CPU, keep more; with FP8, a
+matrix keeps its input in 8 bits, which is not counted.
+
+Source: Korthikanti et al., arXiv 2205.05198, section 4, adapted to grouped queries and gated MLPs, and the source of
+Transformer Engine 2.20 (`module/layernorm_linear.py`, `attention/`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridengine.config.role_sections import MegatronSettings
+from hybridengine.families.registry import FAMILIES
+from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
+from hybridengine.planning.costs.lengths import MicroBatches
+from hybridengine.topology.sizes import TrainSizes
+
+LOGIT_BUFFERS = 2
+"""Blocks of logits in float32 for log-probs and entropies, beside one in the model's type (backends/predictions.py)."""
+LOGIT_BLOCK = 2**25
+"""Largest number of logits that exist at a time, as there."""
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes per token of a layer on a rank."""
+
+    hidden: float
+    """A hidden state, or the rank's part of it."""
+    attention: float
+    """Kept for the backward pass of norms and attention, with the inputs of all matrices but the last."""
+    mlp: float
+    """Kept for that of the MLP: gate, up and their product."""
+    working: float
+    """Most that exists beside it in the backward pass."""
+    forward: float
+    """Most that exists in a pass that keeps nothing."""
+
+    @property
+    def kept(self) -> float:
+        return self.attention + self.mlp
+
+
+def layer_bytes(
+    shape: ModelShape, tp_size: int, dtype: str, settings: MegatronSettings = MegatronSettings()
+) -> LayerBytes:
+    """Return the bytes of a layer at t = `tp_size`."""
+    element = DTYPE_BYTES[dtype]
+    parts = tp_size if settings.sequence_parallel else 1
+    whole = shape.hidden_size * element
+    hidden, gathered = whole / parts, whole if parts > 1 else 0
+    heads = (2 * shape.q_size + 2 * shape.kv_size) * element + 4 * shape.num_heads
+    if FAMILIES[shape.family].qk_norm:
+        heads += (shape.q_size + shape.kv_size) * element + 4 * (shape.num_heads + shape.num_kv_heads)
+    ffn = shape.ffn_hidden_size * element / tp_size
+    # Beside the gradient of the hidden state: gradients of the product and, gathered, of the output; those of gate and up
+    # in place of the product; the input, gathered, and its gradient in place of gate and up.
+    working = hidden + max(ffn + gathered, 2 * ffn, whole + gathered - ffn)
+    forward = 2 * hidden + max(3 * ffn, gathered + 2 * ffn, ffn + whole)
+    return LayerBytes(hidden, 4 * hidden + 8 / parts + heads / tp_size, 3 * ffn, working, forward)
+
+
+def activation_bytes(
+    shape: ModelShape,
+    sizes: TrainSizes,
+    dtype: str,
+    micro: MicroBatches,
+    settings: MegatronSettings = MegatronSettings(),
+    *,
+    trains: bool,
+) -> int:
+    """Return the most bytes of activations of a pass on a rank.
+
+    The fullest stage is the first, with the most micro-batches in flight, or the last, with blocks of logits.
+    """
+    tokens = micro.tokens / sizes.cp_size
+    p = sizes.pp_size
+    layer = layer_bytes(shape, sizes.tp_size, dtype, settings)
+    head = _head_bytes(shape, sizes, dtype, micro, settings, trains=trains)
+    if not trains:
+        return int(max(layer.forward * tokens, head))
+    kept, again = {
+        "none": (layer.kept, 0.0),
+        # What is computed again exists with its output.
+        "selective": (layer.attention, layer.mlp + layer.hidden),
+        "full": (layer.hidden, layer.kept),
+    }[settings.recompute]
+    first, last = (sizes.passes_in_flight(micro.count, stage) for stage in (0, p - 1))
+    block = kept * len(shape.split_layers(*sizes.blocks)[0])
+    # Messages overlap with computing: inputs received ahead and gradients on their way, of blocks that have such.
+    ahead = 2 * min(sizes.virtual_stages - 1, 2) * layer.hidden
+    working = (again + layer.working + ahead) * tokens
+    # Of the last stage, the last block alone sends no output.
+    at_last = (last * block + (last - 1) * layer.hidden) * tokens + max(working, head)
+    if p == 1:
+        return int(at_last)
+    return int(max(first * (block + layer.hidden) * tokens + working, at_last))
+
+
+def _head_bytes(
+    shape: ModelShape,
+    sizes: TrainSizes,
+    dtype: str,
+    micro: MicroBatches,
+    settings: MegatronSettings,
+    *,
+    trains: bool,
+) -> float:
+    """Return the bytes of the last norm and the head, while these compute."""
+    element, t = DTYPE_BYTES[dtype], sizes.tp_size
+    parts = t if settings.sequence_parallel else 1
+    hidden = micro.tokens / sizes.cp_size * shape.hidden_size * element
+    if shape.num_labels:
+        return 2 * hidden / parts + (hidden if parts > 1 else 0)
+    outputs, width = micro.response_tokens / sizes.cp_size, shape.vocab_size / t
+    logit = 4 * LOGIT_BUFFERS + (element if dtype != "float32" else 0)
+    needed = (
+        hidden / parts + outputs * shape.hidden_size * element + logit * min(LOGIT_BLOCK, outputs * width)
+    )
+    if trains:  # gradients of the hidden states, and of the weight, summed over blocks in float32
+        needed += outputs * shape.hidden_size * element + (4 + element) * width * shape.hidden_size
+    return needed
