@@ -155,8 +155,8 @@ def _sharding(holder: ModelHolder, shape: ModelShape) -> Iterator[Conflict]:
     ):
         off = f"{holder.name}.sequence_parallel"
         yield Conflict(
-            f"{off}=false: Megatron-core trains experts at t={sizes.tp_size} with sequence parallelism alone; set {off}=true,"
-            " or t=1",
+            f"{off}=false: Megatron-core trains experts at t={sizes.tp_size} with sequence parallelism alone; set"
+            f" {off}=true, or t=1",
             (off, *keys),
         )
 

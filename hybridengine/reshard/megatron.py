@@ -32,6 +32,7 @@ from hybridengine.reshard.layout import (
     whole,
 )
 from hybridengine.topology.experts import EXPERT_AXES, ExpertGrid
+from hybridengine.topology.fitting import train_problems
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import MODEL_AXES, TrainSizes
 
@@ -40,10 +41,7 @@ from hybridengine.topology.sizes import MODEL_AXES, TrainSizes
 def megatron_layout(shape: ModelShape, grid: Grid, names: NameSet = NameSet.LOCAL) -> Layout:
     """Return the layout of a GPTModel over the ranks of `grid`; PlanError if t ranks cannot share the model."""
     sizes = grid.sizes
-    problems = shape.tp_problems(sizes.tp_size) + shape.expert_problems(
-        sizes.expert_parts, sizes.expert_shards
-    )
-    raise_all(problems, PlanError)
+    raise_all(train_problems(shape, sizes), PlanError)
     keys: dict[int, ShardKey] = {
         rank: place.along(MODEL_AXES) for rank, place in enumerate(grid.coordinates())
     }

@@ -28,6 +28,7 @@ from hybridengine.reshard.layout import (
     vocab_shard,
     whole,
 )
+from hybridengine.topology.fitting import gen_problems
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import MODEL_AXES, GenSizes, TrainSizes
@@ -37,14 +38,7 @@ from hybridengine.topology.sizes import MODEL_AXES, GenSizes, TrainSizes
 def vllm_layout(shape: ModelShape, generation: GenerationGrid) -> Layout:
     """Return the layout of the engines; PlanError if they cannot hold the model, or vocabulary shards do not nest."""
     sizes, train = generation.sizes, generation.train.sizes
-    raise_all(
-        [
-            *shape.pp_problems(sizes.pp_size, "p_g"),
-            *shape.gen_tp_problems(sizes.tp_size, train.tp_size),
-            *shape.expert_problems(sizes.expert_parts, sizes.expert_shards, ("e_g", "t_g")),
-        ],
-        PlanError,
-    )
+    raise_all(gen_problems(shape, sizes, train.tp_size), PlanError)
     stages = shape.gen_stage_layers(train.pp_size, sizes.pp_size)
     keys = {rank: place.along(MODEL_AXES) for rank, place in enumerate(generation.coordinates())}
     shards = {
