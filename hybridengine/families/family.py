@@ -154,8 +154,12 @@ class Family:
         """(language model, model with a score head): class names for `architectures` in config.json."""
         return f"{self.hf_prefix}ForCausalLM", f"{self.hf_prefix}ForSequenceClassification"
 
+    def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the contents of a config.json with `defaults` filled in."""
+        return {**self.defaults, **config}
+
     def experts_of(self, config: Mapping[str, Any]) -> ExpertSizes | None:
-        """Return the experts that a config.json, with `defaults` filled in, describes; None for a dense family."""
+        """Return the experts that a completed config.json describes; None for a dense family."""
         if not self.expert_keys:
             return None
         return ExpertSizes(**{name: config[key] for name, key in self.expert_keys.items() if key in config})

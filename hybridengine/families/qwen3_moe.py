@@ -6,17 +6,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridengine.families.experts import MixtureFamily
-from hybridengine.families.family import ExpertSizes
 
 
 class Qwen3Moe(MixtureFamily):
     """Qwen3-MoE, whose configuration could also give some layers an MLP."""
 
-    def experts_of(self, config: Mapping[str, Any]) -> ExpertSizes | None:
+    def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
         # transformers 5 writes the number of experts under another name than the published files have.
-        return super().experts_of(
-            {**config, "num_experts": config.get("num_local_experts", config["num_experts"])}
-        )
+        renamed = {"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}
+        return {**super().completed(config), **renamed}
 
     def refusals(self, config: Mapping[str, Any]) -> Iterator[str]:
         yield from super().refusals(config)

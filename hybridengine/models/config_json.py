@@ -32,7 +32,9 @@ _OPTIONAL_SIZES = {
     "max_position_embeddings": MAX_SIZE,
     "num_labels": MAX_SIZE,
 }
-"""Key of a size -> its largest value, several times that of any known model: large values take long to plan."""
+_EXPERT_SIZES = {"num_experts": 16_384, "num_active": 16_384, "ffn_hidden_size": MAX_SIZE}
+"""Key of a size, or field of `ExpertSizes` -> its largest value, several times that of any known model: large values take
+long to plan."""
 MAX_NUMBER = 1e18
 
 _KINDS: dict[str, tuple[type, str]] = {
@@ -65,12 +67,13 @@ def check_kinds(config: Mapping[str, Any]) -> None:
             raise ConfigError(f"{key}={shown(config[key])} must be {name}; {_RESTORE}")
 
 
-def check_sizes(config: Mapping[str, Any]) -> None:
+def check_sizes(config: Mapping[str, Any], family: Family) -> None:
     """Check that all sizes are present, positive and plausible; the error lists those that are not."""
     optional = {key: limit for key, limit in _OPTIONAL_SIZES.items() if config.get(key) is not None}
+    experts = {key: _EXPERT_SIZES[name] for name, key in family.expert_keys.items() if name in _EXPERT_SIZES}
     wrong = [
         f"{key}={shown(config.get(key))} (at most {limit})"
-        for key, limit in (_REQUIRED_SIZES | optional).items()
+        for key, limit in (_REQUIRED_SIZES | experts | optional).items()
         if type(config.get(key)) is not int or not 0 < config[key] <= limit  # bool is a subclass of int
     ]
     if wrong:

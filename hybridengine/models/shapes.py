@@ -66,8 +66,8 @@ class ModelShape(DecoderSizes):
                 f"architectures={names} is not supported; use one of {', '.join(sorted(ARCHITECTURES))}"
             )
         family = ARCHITECTURES[known[0]]
-        config = {**family.defaults, **config}
-        check_sizes(config)
+        config = family.completed(config)
+        check_sizes(config, family)
         num_heads = config["num_attention_heads"]
         head_dim, rest = divmod(config["hidden_size"], num_heads)
         if config.get("head_dim") is None and rest:

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from hybridengine.families.family import ExpertSizes
 from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.layout import Shard
 
@@ -24,6 +25,13 @@ MEGATRON_NORMS = {
         "mlp.linear_fc1.layer_norm_weight",
     ),
 }
+PRE_MLP_NORM = "pre_mlp_layernorm.weight"
+EXPERTS = {
+    "qwen3_moe": ("mlp.", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("block_sparse_moe.", ("w1", "w3", "w2")),
+}
+"""Mixture of experts -> prefix of its router and experts, and names of gate, up and down."""
+QK_NORM = ("qwen3", "qwen3_moe")
 
 
 def small_shape(
@@ -38,13 +46,16 @@ def small_shape(
 ) -> ModelShape:
     """Return a small model: two query heads of 2 per KV head, 3 MLP rows for two query heads, hidden size 6.
 
-    Qwen2 has no head_dim of its own, so its hidden size is that of all query heads.
+    A mixture has four experts, each as large as the MLP. Qwen2 has no head_dim of its own, so its hidden size is that of
+    all query heads.
     """
+    ffn = 3 * heads_per_group * kv_heads // 2
     return ModelShape(
         family=family,
         num_layers=layers,
         hidden_size=2 * heads_per_group * kv_heads if family == "qwen2" else 6,
-        ffn_hidden_size=3 * heads_per_group * kv_heads // 2,
+        ffn_hidden_size=ffn,
+        experts=ExpertSizes(num_experts=4, num_active=2, ffn_hidden_size=ffn) if family in EXPERTS else None,
         num_heads=heads_per_group * kv_heads,
         num_kv_heads=kv_heads,
         head_dim=2,
@@ -97,6 +108,11 @@ def pad_rows(matrix: np.ndarray, *divisors: int) -> np.ndarray:
     return np.concatenate([matrix, np.zeros((rows - len(matrix), matrix.shape[1]), matrix.dtype)])
 
 
+def is_replicated(name: str) -> bool:
+    """True for norms and the routers of experts, which are whole on every tensor rank."""
+    return "norm" in name or name.endswith(".gate.weight")
+
+
 def stages_of(num_layers: int, pp_size: int) -> list[list[int]]:
     """Return the layers of each training stage; numpy gives the first parts the longer shares."""
     return [part.tolist() for part in np.array_split(np.arange(num_layers), pp_size)]
@@ -118,6 +134,12 @@ def mlp_rows(shape: ModelShape, tensors: Arrays, prefix: str) -> list[np.ndarray
     return [tensors[f"{prefix}mlp.{x}_proj.weight"] for x in ("gate", "up")]
 
 
+def expert_matrices(shape: ModelShape, tensors: Arrays, prefix: str, number: int) -> list[np.ndarray]:
+    """Return [gate, up, down] of an expert of a layer."""
+    block, names = EXPERTS[shape.family]
+    return [tensors[f"{prefix}{block}experts.{number}.{name}.weight"] for name in names]
+
+
 def megatron_qkv(shape: ModelShape, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Return Megatron's whole fused QKV: (groups, heads of a group and k and v, head_dim, ...) flattened to rows."""
     groups = shape.num_kv_heads
@@ -126,9 +148,18 @@ def megatron_qkv(shape: ModelShape, q: np.ndarray, k: np.ndarray, v: np.ndarray)
 
 
 def megatron_reference(
-    shape: ModelShape, tensors: Arrays, pp: int, p: int, tp: int, t: int, names: str = "local"
+    shape: ModelShape,
+    tensors: Arrays,
+    pp: int,
+    p: int,
+    tp: int,
+    t: int,
+    names: str = "local",
+    expert: tuple[int, int, int, int] | None = None,
 ) -> Arrays:
-    """Return the parameters of Megatron's rank at (pp, tp) under (p, t)."""
+    """Return the parameters of Megatron's rank at (pp, tp) under (p, t); `expert` is (ep, e, etp rank, etp), by default
+    (0, 1, tp, t)."""
+    ep, e, etp_rank, etp = expert or (0, 1, tp, t)
 
     def part(whole: np.ndarray, axis: int) -> np.ndarray:
         return np.split(whole, t, axis)[tp]
@@ -140,17 +171,34 @@ def megatron_reference(
         )
     for index, layer in enumerate(stages_of(shape.num_layers, p)[pp]):
         old, new = f"model.layers.{layer}.", f"decoder.layers.{index}."
-        for hf_norm, norm in zip(HF_NORMS, MEGATRON_NORMS[names], strict=True):
-            local[new + norm] = tensors[old + hf_norm]
+        input_norm, mlp_norm = MEGATRON_NORMS[names]
+        local[new + input_norm] = tensors[old + HF_NORMS[0]]
+        local[new + (PRE_MLP_NORM if shape.family in EXPERTS else mlp_norm)] = tensors[old + HF_NORMS[1]]
         for kind in ("weight", "bias") if shape.family == "qwen2" else ("weight",):
             fused = megatron_qkv(shape, *attention_rows(shape, tensors, old, kind))
             local[f"{new}self_attention.linear_qkv.{kind}"] = part(fused, 0)
-        if shape.family == "qwen3":
+        if shape.family in QK_NORM:
             for x in "qk":
                 local[f"{new}self_attention.{x}_layernorm.weight"] = tensors[
                     f"{old}self_attn.{x}_norm.weight"
                 ]
         local[new + "self_attention.linear_proj.weight"] = part(tensors[old + "self_attn.o_proj.weight"], 1)
+        if shape.family in EXPERTS:
+            local[new + "mlp.router.weight"] = tensors[f"{old}{EXPERTS[shape.family][0]}gate.weight"]
+            for place in range(4 // e):
+                gate, up, down = expert_matrices(shape, tensors, old, ep * (4 // e) + place)
+                both = [np.split(rows, etp)[etp_rank] for rows in (gate, up)]
+                for linear, values in (
+                    ("linear_fc1", np.concatenate(both)),
+                    ("linear_fc2", np.split(down, etp, 1)[etp_rank]),
+                ):
+                    name = (
+                        f"local_experts.{place}.{linear}.weight"
+                        if names == "local"
+                        else f"{linear}.weight{place}"
+                    )
+                    local[f"{new}mlp.experts.{name}"] = values
+            continue
         gate, up = (part(rows, 0) for rows in mlp_rows(shape, tensors, old))
         local[new + "mlp.linear_fc1.weight"] = np.concatenate([gate, up])
         local[new + "mlp.linear_fc2.weight"] = part(tensors[old + "mlp.down_proj.weight"], 1)
@@ -165,9 +213,19 @@ def megatron_reference(
 
 
 def vllm_reference(
-    shape: ModelShape, tensors: Arrays, gen_pp: int, p: int, p_g: int, gen_tp: int, t_g: int
+    shape: ModelShape,
+    tensors: Arrays,
+    gen_pp: int,
+    p: int,
+    p_g: int,
+    gen_tp: int,
+    t_g: int,
+    whole: bool = False,
 ) -> Arrays:
-    """Return the parameters of the engine rank at (gen_pp, gen_tp), which joins p/p_g training stages if p_g | p."""
+    """Return the parameters of the engine rank at (gen_pp, gen_tp), which joins p/p_g training stages if p_g | p.
+
+    Tensor ranks have `whole` experts, or a part of each; both are slices of vLLM's parameters.
+    """
 
     def kv_part(whole: np.ndarray) -> np.ndarray:
         heads = whole.reshape(shape.num_kv_heads, -1, *whole.shape[1:])
@@ -192,15 +250,26 @@ def vllm_reference(
         for kind in ("weight", "bias") if shape.family == "qwen2" else ("weight",):
             q, k, v = attention_rows(shape, tensors, prefix, kind)
             local[f"{prefix}self_attn.qkv_proj.{kind}"] = np.concatenate([part(q), kv_part(k), kv_part(v)])
-        if shape.family == "qwen3":
+        if shape.family in QK_NORM:
             for x in "qk":
                 local[f"{prefix}self_attn.{x}_norm.weight"] = tensors[f"{prefix}self_attn.{x}_norm.weight"]
         local[prefix + "self_attn.o_proj.weight"] = part(tensors[prefix + "self_attn.o_proj.weight"], 1)
+        for norm in HF_NORMS:
+            local[prefix + norm] = tensors[prefix + norm]
+        if shape.family in EXPERTS:
+            block = prefix + EXPERTS[shape.family][0]
+            local[block + "gate.weight"] = tensors[block + "gate.weight"]
+            own = range(gen_tp * 4 // t_g, (gen_tp + 1) * 4 // t_g) if whole else range(4)
+            for place, number in enumerate(own):
+                gate, up, down = expert_matrices(shape, tensors, prefix, number)
+                if not whole:
+                    gate, up, down = part(gate), part(up), part(down, 1)
+                local[f"{block}experts.routed_experts.w13_weight[{place}]"] = np.concatenate([gate, up])
+                local[f"{block}experts.routed_experts.w2_weight[{place}]"] = down
+            continue
         halves = [part(rows) for rows in mlp_rows(shape, tensors, prefix)]
         local[prefix + "mlp.gate_up_proj.weight"] = np.concatenate(halves)
         local[prefix + "mlp.down_proj.weight"] = part(tensors[prefix + "mlp.down_proj.weight"], 1)
-        for norm in HF_NORMS:
-            local[prefix + norm] = tensors[prefix + norm]
     if last:
         local["model.norm.weight"] = tensors["model.norm.weight"]
         if not shape.tied_embeddings:

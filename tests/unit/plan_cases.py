@@ -78,15 +78,32 @@ class Case:
     def _training(self, rank: int) -> Arrays:
         place, sizes = self.grid.coordinate(rank), self.grid.sizes
         tensors = numbered(self.shape)
+        t, c, e, etp = sizes.tp_size, sizes.cp_size, sizes.expert_parts, sizes.expert_shards
+        number = place.tp_rank + t * ((place.cp_rank if c > 1 else 0) + c * place.dp_rank)
         return megatron_reference(
-            self.shape, tensors, place.pp_rank, sizes.pp_size, place.tp_rank, sizes.tp_size
+            self.shape,
+            tensors,
+            place.pp_rank,
+            sizes.pp_size,
+            place.tp_rank,
+            t,
+            expert=(number // etp % e, e, number % etp, etp),
         )
 
     @lru_cache(maxsize=32)  # noqa: B019
     def _generating(self, rank: int) -> Arrays:
         p, gen, place = self.grid.sizes.pp_size, self.generation.sizes, self.generation.coordinate(rank)
         tensors = numbered(self.shape)
-        return vllm_reference(self.shape, tensors, place.pp_rank, p, gen.pp_size, place.tp_rank, gen.tp_size)
+        return vllm_reference(
+            self.shape,
+            tensors,
+            place.pp_rank,
+            p,
+            gen.pp_size,
+            place.tp_rank,
+            gen.tp_size,
+            whole=gen.expert_parts > 1,
+        )
 
     def __str__(self) -> str:
         tied = "tied" if self.shape.tied_embeddings else "untied"
@@ -141,41 +158,75 @@ FEW = [
     for p, t, gen in (_PAIRS[turn % 5],)
 ]
 
+EXPERT_CASES = [
+    Case(fitting_shape(family, False, sizes.pp_size, max(sizes.tp_size, 2)), train, gen, order)
+    for family, order in (("qwen3_moe", RankOrder.PAPER), ("mixtral", RankOrder.MEGATRON))
+    for train, gen in (
+        ("1-1-2 e=2", "1-1"),
+        ("1-1-4 e=2", "1-1"),
+        ("1-1-4 e=4", "1-2 e=2"),
+        ("1-2-1 e=2 etp=1", "1-2 e=2"),
+        ("1-2-1 e=2 etp=1", "1-2"),
+        ("1-1-2 e=2", "1-2 e=2"),
+        ("1-2-2 e=4 etp=1", "1-2 e=2"),
+        ("1-2-2 e=2", "1-2"),
+        ("1-2-2 etp=1", "1-2"),
+        ("2-1-2 e=2", "1-1"),
+        ("2-1-2 e=2", "2-1"),
+        ("2-2-1 e=2 etp=1", "1-4 e=4"),
+        ("1-1-2 c=2 e=4", "1-4 e=4"),
+    )
+    for sizes in (TrainSizes.parse(train),)
+]
+"""Mixtures whose experts are cut otherwise than the rest of the model; engines have whole experts, or parts of each."""
+
 
 # (training, generation, grouping): t_g > t with and without replicated KV heads, sizes that do not nest, vanilla.
-GENERAL = [
-    Case(
-        general_shape(
-            FAMILIES[turn % len(FAMILIES)], turn % 2 == 0, TrainSizes.parse(train), GenSizes.parse(gen), turn
-        ),
-        train,
-        gen,
-        list(RankOrder)[turn // 2 % 2],
-        grouping,
-    )
-    for turn, (train, gen, grouping) in enumerate(
-        product(("1-2-2", "2-2-1", "2-1-2"), ("1-4", "2-2", "1-1"), Grouping)
-    )
-] + [
-    Case(
-        general_shape(
-            FAMILIES[turn % len(FAMILIES)], turn % 2 == 1, TrainSizes.parse(train), GenSizes.parse(gen), turn
-        ),
-        train,
-        gen,
-        list(RankOrder)[turn % 2],
-    )
-    for turn, (train, gen) in enumerate(
-        [
-            ("1-3-2", "1-2"),
-            ("1-2-3", "1-3"),
-            ("2-3-1", "3-2"),
-            ("3-1-2", "2-1"),
-            ("1-4-1", "4-1"),
-            ("2-3-2", "1-4"),
-        ]
-    )
-]
+GENERAL = (
+    [
+        Case(
+            general_shape(
+                FAMILIES[turn % len(FAMILIES)],
+                turn % 2 == 0,
+                TrainSizes.parse(train),
+                GenSizes.parse(gen),
+                turn,
+            ),
+            train,
+            gen,
+            list(RankOrder)[turn // 2 % 2],
+            grouping,
+        )
+        for turn, (train, gen, grouping) in enumerate(
+            product(("1-2-2", "2-2-1", "2-1-2"), ("1-4", "2-2", "1-1"), Grouping)
+        )
+    ]
+    + [
+        Case(
+            general_shape(
+                FAMILIES[turn % len(FAMILIES)],
+                turn % 2 == 1,
+                TrainSizes.parse(train),
+                GenSizes.parse(gen),
+                turn,
+            ),
+            train,
+            gen,
+            list(RankOrder)[turn % 2],
+        )
+        for turn, (train, gen) in enumerate(
+            [
+                ("1-3-2", "1-2"),
+                ("1-2-3", "1-3"),
+                ("2-3-1", "3-2"),
+                ("3-1-2", "2-1"),
+                ("1-4-1", "4-1"),
+                ("2-3-2", "1-4"),
+            ]
+        )
+    ]
+    + EXPERT_CASES
+)
 
 
 def at(place: Place, move: Move) -> tuple[int | slice, ...]:

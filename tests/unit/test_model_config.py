@@ -174,13 +174,24 @@ BAD = {
     ),
     "experts": (
         {"num_experts": 128},
-        "^num_experts=128: mixture-of-experts is not supported yet; use a dense",
+        "^num_experts=128: llama has no experts; use another model, or restore",
     ),
-    "local experts": ({"num_local_experts": 8}, "^num_local_experts=8: mixture-of-experts is not supported"),
+    "local experts": ({"num_local_experts": 8}, "^num_local_experts=8: llama has no experts"),
     "another model type": (
         {"model_type": "mixtral"},
-        r"^model_type=\"mixtral\" is not the 'llama' of architectures=\['LlamaForCausalLM'\]; other models,"
-        " mixture-of-experts among them, are not supported yet; use",
+        r"^model_type=\"mixtral\" is not the 'llama' of architectures=\['LlamaForCausalLM'\]; use a model of a",
+    ),
+    "a number of experts that is a text": (
+        {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": "8"},
+        r'^num_experts="8" \(at most 16384\) must be positive integers',
+    ),
+    "more active experts than there are": (
+        {"architectures": ["MixtralForCausalLM"], "sliding_window": None, "num_experts_per_tok": 9},
+        "^num_experts_per_tok=9 must be between 1 and 8, the number of experts; restore",
+    ),
+    "layers without experts": (
+        {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0]},
+        r"^decoder_sparse_step=1 with mlp_only_layers=\[0\] is not supported; use a model with experts",
     ),
     "a window by its size": (
         {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},

@@ -115,7 +115,7 @@ def test_what_is_no_model_names_the_presets(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "moe.json").write_text(json.dumps({"architectures": ["MixtralForCausalLM"]}))
+    (tmp_path / "other.json").write_text(json.dumps({"architectures": ["BloomForCausalLM"]}))
     (tmp_path / "sizes.json").write_text(
         json.dumps({"architectures": ["LlamaForCausalLM"], "hidden_size": -1})
     )
@@ -126,7 +126,7 @@ def test_what_is_no_model_names_the_presets(tmp_path: Path) -> None:
         "list.json": "not an object",
         "broken.json": "not valid JSON",
         "bytes.json": "is not UTF-8 text",
-        "moe.json": "MixtralForCausalLM",
+        "other.json": "BloomForCausalLM",
         "sizes.json": "hidden_size",
         "folder.json": "is a folder, not a regular file",
         "weights.bin": "cannot be read",

@@ -37,11 +37,14 @@ def hf_tensors(config: Any) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the tensors that transformers saves for a model; tied weights are saved once."""
     import torch
     import transformers
+    from transformers.core_model_loading import revert_weight_conversion
 
     with torch.device("meta"):
         model = getattr(transformers, config.architectures[0])(config)
     tied = set(model.all_tied_weights_keys)
-    return {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in tied}
+    held = {name: value for name, value in model.state_dict().items() if name not in tied}
+    # In memory, experts are stacked.
+    return {name: tuple(value.shape) for name, value in revert_weight_conversion(model, held).items()}
 
 
 def saved(config: Any) -> dict[str, Any]:

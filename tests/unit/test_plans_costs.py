@@ -18,7 +18,7 @@ from hybridengine.reshard.plan import Bucket, Plan
 from hybridengine.topology.generation import Grouping
 from hybridengine.topology.links import LinkClass, NodeMap
 from hybridengine.topology.sizes import TrainSizes
-from tests.unit.numpy_shards import numbered, small_shape
+from tests.unit.numpy_shards import is_replicated, numbered, small_shape
 from tests.unit.plan_cases import (
     CASES,
     FEW,
@@ -220,12 +220,12 @@ def replica_received(case: Case) -> int:
 def table_2_total(case: Case) -> int:
     """Return the elements that a replica receives by table 2, times p·t: (d_g - 1)·M for sharded tensors.
 
-    Two kinds of tensors have more copies than the table's M assumes: norms, on all t ranks of a stage, which travel
-    between stages only; and a tied embedding, on the first and on the last stage.
+    Two kinds of tensors have more copies than the table's M assumes: norms and routers, on all t ranks of a stage, which
+    travel between stages only; and a tied embedding, on the first and on the last stage.
     """
     shape, sizes, gen = case.shape, case.grid.sizes, case.generation.sizes
     p, t, p_g, t_g = sizes.pp_size, sizes.tp_size, gen.pp_size, gen.tp_size
-    norms = sum(math.prod(size) for name, size in shape.tensors.items() if "norm" in name)
+    norms = sum(math.prod(size) for name, size in shape.tensors.items() if is_replicated(name))
     tied = shape.vocab_size * shape.hidden_size if shape.tied_embeddings else 0
     sharded = shape.num_parameters - norms - tied
     joined = p // p_g * t // t_g  # ranks that hold one generation shard

@@ -271,7 +271,7 @@ def test_sizes_are_written_as_in_the_paper() -> None:
         "2 2 1",
         "2-2-1.0",
         "2--1",
-        "2-2-1 e=2",
+        "2-2-1 x=2",
         "2-2-1 c=2 c=2",
         "2-2-1 c",
     ],
@@ -281,7 +281,7 @@ def test_malformed_training_sizes_name_the_form(text: str) -> None:
         TrainSizes.parse(text)
     assert (
         str(caught.value)
-        == f'{text!r} is not a parallel size; write p-t-d such as "2-2-1" or "2-2-1 c=2 v=2"'
+        == f'{text!r} is not a parallel size; write p-t-d such as "2-2-1" or "2-2-1 c=2 v=2 e=2 etp=2"'
     )
 
 
