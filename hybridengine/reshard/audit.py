@@ -290,8 +290,7 @@ def _piece_at(layout: Layout, place: Place, move: Move) -> Piece | None:
     parameter = _parameter(layout, place.rank, place.parameter)
     for piece in parameter.pieces if parameter else ():
         if piece.tensor == move.tensor and _is_inside(move.box, piece.box):
-            leading = len(piece.offset) - len(piece.box)  # dims that the tensor lacks
-            within = [0] * leading + [a - b for (a, _), (b, _) in zip(move.box, piece.box, strict=True)]
+            within = [a - b for (a, _), (b, _) in zip(move.box, piece.box, strict=True)]
             if [a - b for a, b in zip(place.offset, piece.offset, strict=True)] == within:
                 return piece
     return None

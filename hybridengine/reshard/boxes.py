@@ -75,11 +75,9 @@ def cover(box: Box, held: Iterable[tuple[Holder, Box]]) -> tuple[list[tuple[Hold
     return found, missing
 
 
-def view_index(offset: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int | slice, ...]:
-    """Return the index of the box of `sizes` at `offset`, which spans the last dims; those before are dropped."""
-    leading = len(offset) - len(sizes)
-    spans = [slice(start, start + size) for start, size in zip(offset[leading:], sizes, strict=True)]
-    return offset[:leading] + tuple(spans)
+def view_index(offset: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
+    """Return the index of the box of `sizes` at `offset`."""
+    return tuple([slice(start, start + size) for start, size in zip(offset, sizes, strict=True)])
 
 
 def moved(box: Box, origin: tuple[int, ...], target: tuple[int, ...]) -> Box:

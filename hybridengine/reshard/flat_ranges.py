@@ -63,7 +63,7 @@ def pieces_in_range(parameter: LocalParameter, start: int, stop: int) -> Iterato
                 continue
             first = sum(index * stride for index, stride in zip(starts(common), strides, strict=True))
             box = piece.in_tensor(common)
-            yield RangePiece(piece.tensor, box, first - start, strides[len(strides) - len(box) :])
+            yield RangePiece(piece.tensor, box, first - start, strides)
 
 
 def row_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

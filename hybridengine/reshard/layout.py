@@ -8,7 +8,7 @@ all code that moves weights reads them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -25,7 +25,7 @@ class Piece:
     tensor: str
     box: Box
     offset: tuple[int, ...]
-    """Index of the box's first element in the local parameter, which may have more dims, such as a stack of experts."""
+    """Index of the box's first element in the local parameter."""
 
     @property
     def local_box(self) -> Box:
@@ -33,26 +33,23 @@ class Piece:
         return self.in_parameter(self.box)
 
     @property
-    def index(self) -> tuple[int | slice, ...]:
+    def index(self) -> tuple[slice, ...]:
         """Index of the view of the local parameter, an array or a tensor, that has the box's shape."""
         return view_index(self.offset, extents(self.box))
 
     def start_in_parameter(self, part: Box) -> tuple[int, ...]:
         """Return the index of the first element of `part` in the local parameter."""
-        offset, leading = self.offset, len(self.offset) - len(part)
-        inside = zip(part, self.box, offset[leading:], strict=True)
+        inside = zip(part, self.box, self.offset, strict=True)
         # Called for every part of every move: a list is built faster than a generator.
-        return offset[:leading] + tuple([start - first + index for (start, _), (first, _), index in inside])
+        return tuple([start - first + index for (start, _), (first, _), index in inside])
 
     def in_parameter(self, part: Box) -> Box:
         """Return `part`, a box inside the piece, in coordinates of the local parameter."""
-        sizes = (1,) * (len(self.offset) - len(part)) + extents(part)
-        return tuple((i, i + size) for i, size in zip(self.start_in_parameter(part), sizes, strict=True))
+        return moved(part, starts(self.box), self.offset)
 
     def in_tensor(self, local: Box) -> Box:
         """Return `local`, a box of the local parameter inside the piece, in coordinates of the logical tensor."""
-        leading = len(self.offset) - len(self.box)
-        return moved(local[leading:], self.offset[leading:], starts(self.box))
+        return moved(local, self.offset, starts(self.box))
 
 
 @dataclass(frozen=True)
@@ -188,16 +185,6 @@ def row_stack(name: str, parts: list[tuple[str, tuple[int, ...], tuple[int, int]
             pieces.append(Piece(tensor, ((start, stop), *full_box(columns)), (row, *(0 for _ in columns))))
             row += stop - start
     return LocalParameter(name, (row, *columns), tuple(pieces))
-
-
-def stacked(name: str, parameters: Sequence[LocalParameter]) -> LocalParameter:
-    """Return parameters of equal shape stacked along a new first dim, as engines store the weights of experts."""
-    pieces = tuple(
-        Piece(piece.tensor, piece.box, (index, *piece.offset))
-        for index, parameter in enumerate(parameters)
-        for piece in parameter.pieces
-    )
-    return LocalParameter(name, (len(parameters), *parameters[0].shape), pieces)
 
 
 def vocab_shard(

@@ -72,8 +72,7 @@ def _is_contiguous(layout: Layout, place: Place, box: Box) -> bool:
     """True if a box is contiguous in its parameter's memory."""
     shape = layout.shards[layout.keys[place.rank]].by_name[place.parameter].shape
     whole_so_far = True
-    # A parameter may have more dims than the box, which is at one index of them.
-    for extent, size in zip(reversed(extents(box)), reversed(shape), strict=False):
+    for extent, size in zip(reversed(extents(box)), reversed(shape), strict=True):
         if not whole_so_far and extent != 1:
             return False
         whole_so_far = whole_so_far and extent == size

@@ -88,9 +88,8 @@ def cut_shard(shard: Shard, tensors: Arrays) -> Arrays:
         values = np.zeros(parameter.shape, dtype=np.int64)
         for piece in parameter.pieces:
             box = tensors[piece.tensor][tuple(slice(a, b) for a, b in piece.box)]
-            fixed = len(piece.offset) - len(piece.box)  # dims that the tensor lacks
-            spans = zip(piece.offset[fixed:], piece.box, strict=True)
-            inside = (*piece.offset[:fixed], *(slice(o, o + b - a) for o, (a, b) in spans))
+            spans = zip(piece.offset, piece.box, strict=True)
+            inside = tuple(slice(o, o + b - a) for o, (a, b) in spans)
             assert box.shape == tuple(b - a for a, b in piece.box), f"{piece} leaves its tensor"
             assert values[inside].shape == box.shape, f"{piece} leaves {parameter.name}"
             assert not values[inside].any(), f"{piece} overlaps another piece of {parameter.name}"

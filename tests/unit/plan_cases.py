@@ -229,13 +229,9 @@ GENERAL = (
 )
 
 
-def at(place: Place, move: Move) -> tuple[int | slice, ...]:
-    """Return the index of a move's box in the parameter at one end; dims that the tensor lacks get an integer."""
-    fixed = len(place.offset) - len(move.shape)
-    return (
-        *place.offset[:fixed],
-        *(slice(o, o + n) for o, n in zip(place.offset[fixed:], move.shape, strict=True)),
-    )
+def at(place: Place, move: Move) -> tuple[slice, ...]:
+    """Return the index of a move's box in the parameter at one end."""
+    return tuple(slice(o, o + n) for o, n in zip(place.offset, move.shape, strict=True))
 
 
 class Execution:

@@ -76,6 +76,8 @@ def build_llm(
         tensor_parallel_size=generation.sizes.tp_size,
         pipeline_parallel_size=generation.sizes.pp_size,
         enable_expert_parallel=generation.sizes.expert_parts > 1,
+        # Other kernels for GPUs put experts into an order of their own, which a switch could not fill.
+        moe_backend="triton" if on_gpu else "auto",
         distributed_executor_backend="external_launcher",
         enforce_eager=not settings.cuda_graphs,
         enable_sleep_mode=bool(settings.cuda_graphs),
