@@ -43,7 +43,7 @@ def planned_peaks(config: RunConfig) -> dict[str, int]:
             found[label] = switched if call.work is Work.SWITCH else phases["generation"]
         else:
             updates = call.work is Work.UPDATE
-            micro = workload.micro_batches(model, call, sizes[model.name].dp_size)
+            micro = workload.micro_batches(model, call, sizes[model.name])
             kept = activation_bytes(
                 model.shape,
                 sizes[model.name],
