@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybridengine.backends.vllm.sleeping import SleepingWeights
+from hybridengine.backends.vllm.sleeping import GPU_PAGE_BYTES, CuMemSegments, SleepingWeights
 
-KIB = 1024
+KIB, MIB = 1024, 2**20
 MEMORY = torch.zeros(8 * KIB, dtype=torch.uint8)
 PLACES = {"a": (0, KIB), "b": (KIB, 256), "c": (KIB + 256, 128), "d": (2 * KIB, 512), "e": (4 * KIB, 64)}
 """Parameter -> place in the memory and number of bytes: b and c share a segment, and d shares one with a buffer."""
@@ -74,3 +78,56 @@ def test_parameters_are_zero_where_a_plan_writes_only_a_part_of_them() -> None:
     weights.part(["a", "d"], zero=["b", "d"]).materialise()
     assert not weights["d"].any()
     assert weights["a"].all() and weights["b"].all()
+
+
+class Driver:
+    """Stand-in for vLLM's allocator module: it refuses to map twice, to unmap what is not mapped, or parts of pages."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.mapped: dict[int, int] = {}
+        self.pointer_to_data = {}
+        for tensor in tensors:
+            handle = 0, -(-tensor.nbytes // GPU_PAGE_BYTES) * GPU_PAGE_BYTES, tensor.data_ptr(), 1
+            self.pointer_to_data[tensor.data_ptr()] = SimpleNamespace(
+                tag="weights", handle=handle, is_asleep=False
+            )
+            self.create_and_map(handle)
+
+    @property
+    def CuMemAllocator(self) -> Any:
+        return SimpleNamespace(get_instance=lambda: self)
+
+    def create_and_map(self, handle: tuple[int, int, int, int]) -> None:
+        _, size, start, number = handle
+        assert size > 0 and size % GPU_PAGE_BYTES == 0 and number
+        assert all(start + size <= other or other + held <= start for other, held in self.mapped.items())
+        self.mapped[start] = size
+
+    def unmap_and_release(self, handle: tuple[int, int, int, int]) -> None:
+        _, size, start, _ = handle
+        assert self.mapped.pop(start) == size
+
+
+def test_experts_have_physical_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 experts of 3 MiB, two fill three pages of 2 MiB; the dense weight, of 5 MiB, has a segment of 6 MiB."""
+    memory = torch.empty(20 * MIB, dtype=torch.uint8)
+    experts, dense = memory[: 12 * MIB].view(4, 3 * MIB, 1), memory[14 * MIB : 19 * MIB]
+    driver = Driver([experts, dense])
+    package = ModuleType("vllm.device_allocator")
+    package.cumem = driver  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator", package)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    segments = CuMemSegments([experts, dense])
+    first, other = experts.data_ptr(), dense.data_ptr()
+    assert segments.bounds == {first: 6 * MIB, first + 6 * MIB: 6 * MIB, other: 6 * MIB} == driver.mapped
+    assert driver.pointer_to_data[first].is_asleep, "vLLM would map the whole again"
+    tensors = {f"e[{place}]": part for place, part in enumerate(experts)} | {"dense": dense}
+    weights = SleepingWeights(tensors, [], segments)
+    weights.release(["e[0]", "dense"])
+    assert driver.mapped == {first: 6 * MIB, first + 6 * MIB: 6 * MIB}
+    assert driver.pointer_to_data[other].is_asleep
+    weights.release(["e[1]"])
+    assert driver.mapped == {first + 6 * MIB: 6 * MIB}
+    weights.materialise(["e[1]", "dense"])
+    assert driver.mapped == {first: 6 * MIB, first + 6 * MIB: 6 * MIB, other: 6 * MIB}
+    assert not driver.pointer_to_data[other].is_asleep
