@@ -83,6 +83,8 @@ class Device:
     num_bytes: int
     """Bytes of memory; of a part of a GPU (MIG), those of the part."""
     is_gpu: bool
+    node_bytes: int
+    """Bytes of memory of its node."""
 
 
 @functools.cache

@@ -155,9 +155,10 @@ class RankProcess:
             raise network.not_met(identity.rank, identity.node, error) from None
         with nothing_collected():
             importlib.import_module("hybridengine.controller.row_requests")
+        node_bytes = total_bytes()
         if identity.node_gpus:
-            return Device(torch.cuda.mem_get_info()[1], is_gpu=True)
-        return Device(total_bytes(), is_gpu=False)
+            return Device(torch.cuda.mem_get_info()[1], is_gpu=True, node_bytes=node_bytes)
+        return Device(node_bytes, is_gpu=False, node_bytes=node_bytes)
 
     @_answered
     def add_role(self, context: RankContext, worker: str | bytes, config: bytes) -> None:

@@ -55,6 +55,8 @@ class Budget:
     """Bytes on the device by phase, in the order in which a run goes through them."""
     host_bytes: int
     """Largest number of bytes in host memory if models compute on GPUs."""
+    offloaded_bytes: int
+    """Bytes of state that waits in host memory; without GPUs, beside the device's bytes in the same memory."""
     remedies: Mapping[str, str]
     """Three changes that lower a phase's bytes, as text, by phase."""
 
@@ -80,14 +82,16 @@ def budget_of(config: RunConfig, pool: str, cost: SwitchCost, *, on_gpus: bool) 
     has_engine = pool == MAIN_POOL or "generation" in config.pools[pool].roles
     fixed = (GPU_BYTES if on_gpus else 0) + (GRAPH_BYTES if graphs and has_engine else 0)
     if "generation" in config.pools[pool].roles:
-        phases, host = _engine_phases(config), 0
+        phases, offloaded, saved = _engine_phases(config), 0, 0
     else:
         models = pool_models(config, pool)
-        phases, host = _phases(config, pool, models, cost), _host_bytes(config, models)
+        phases = _phases(config, pool, models, cost)
+        offloaded, saved = _offloaded_bytes(models), _save_bytes(config, models)
     return Budget(
         pool,
         {phase: num_bytes + fixed for phase, num_bytes in phases.items()},
-        HOST_BYTES + host,
+        HOST_BYTES + offloaded + saved,
+        offloaded,
         {phase: ", ".join(_three(config, pool, phase)) for phase in phases},
     )
 
@@ -193,20 +197,24 @@ def engine_activations(config: RunConfig, shape: ModelShape, tp_size: int) -> in
     return int(tokens * element * layer + logits)
 
 
-def _host_bytes(config: RunConfig, models: list[tuple[ModelHolder, ModelMemory]]) -> int:
-    """Return the bytes of offloaded state, and of the copies and buffers of a save, all models of which save at once.
+def _offloaded_bytes(models: list[tuple[ModelHolder, ModelMemory]]) -> int:
+    """Return the bytes of offloaded state: its own, but for the alignment of its tensors (`HostBuffer`)."""
+    return sum(
+        memory.optimizer_bytes * _offloads(holder, "optimizer")
+        + memory.weights_bytes * _offloads(holder, "weights")
+        for holder, memory in models
+    )
 
-    Offloaded state takes its own bytes, but for the alignment of its tensors (`HostBuffer`).
-    """
-    offloaded, saved = 0, 0
+
+def _save_bytes(config: RunConfig, models: list[tuple[ModelHolder, ModelMemory]]) -> int:
+    """Return the bytes of copies and buffers of a save, all models of which save at once."""
+    saved = 0
     for holder, memory in models:
-        offloaded += memory.optimizer_bytes * _offloads(holder, "optimizer")
-        offloaded += memory.weights_bytes * _offloads(holder, "weights")
         if config.checkpoint.every and memory.gradients_bytes:
             num_parameters = memory.weights_bytes // DTYPE_BYTES[config.model.dtype]
             whole = memory.optimizer_bytes + memory.weights_bytes // holder.sizes.dp_size
             saved += min(SAVE_BYTES * num_parameters, whole) + SAVE_BUFFER_BYTES
-    return offloaded + saved
+    return saved
 
 
 def _three(config: RunConfig, pool: str, phase: str) -> list[str]:

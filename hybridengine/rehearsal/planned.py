@@ -23,7 +23,9 @@ def planned_peaks(config: RunConfig) -> dict[str, int]:
     sizes = {holder.name: holder.sizes for holder in model_holders(config)}
     here = [model for model in workload.models if config.pool_of(model.role) == MAIN_POOL]
     memory = {
-        model.name: model_memory(model.shape, sizes[model.name], workload.dtype, trains=model.trains)
+        model.name: model_memory(
+            model.shape, sizes[model.name], workload.dtype, model.settings, trains=model.trains
+        )
         for model in here
     }
     states = {

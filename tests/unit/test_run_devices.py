@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hybridengine.machine import Device
@@ -13,19 +15,23 @@ MAIN = Budget(
     "main",
     {"load": 30 * GB, "training step": 50 * GB, "save": 20 * GB},
     HOST := GB,
+    0,
     {"training step": "set actor.recompute=full, lower actor.micro_batch_tokens=8192, take more ranks"},
 )
 SMALL = Budget(
-    "critic", {"load": 10 * GB, "training step": 15 * GB}, HOST, {"training step": "take more ranks"}
+    "critic", {"load": 10 * GB, "training step": 15 * GB}, HOST, 0, {"training step": "take more ranks"}
 )
 
 
 def gpus(*sizes: int) -> list[Placed]:
-    return [Placed(f"10.0.0.{place}", Device(size * GB, is_gpu=True)) for place, size in enumerate(sizes)]
+    return [
+        Placed(f"10.0.0.{place}", Device(size * GB, is_gpu=True, node_bytes=8 * GB))
+        for place, size in enumerate(sizes)
+    ]
 
 
 def hosts(size: int, *nodes: str) -> list[Placed]:
-    return [Placed(node, Device(size * GB, is_gpu=False)) for node in nodes]
+    return [Placed(node, Device(size * GB, is_gpu=False, node_bytes=size * GB)) for node in nodes]
 
 
 def test_every_rank_has_a_gpu_of_its_own() -> None:
@@ -52,16 +58,16 @@ def test_each_pool_that_does_not_fit_is_named() -> None:
     assert "pool critic" in other and "1.0 GB are missing" in other
 
 
-@pytest.mark.parametrize(("size", "missing"), [(100, None), (99, "0.5 GB"), (40, "30.0 GB")])
+@pytest.mark.parametrize(("size", "missing"), [(101, None), (100, "0.5 GB"), (40, "30.5 GB")])
 def test_ranks_share_the_memory_of_a_node(size: int, missing: str | None) -> None:
-    """Two ranks of 50 GB on one node, one on another: two share the memory."""
+    """Two ranks of 50 GB on one node, one on another: two share the memory, beside 0.47 GB of each one's process."""
     found = list(device_problems({"main": MAIN}, {"main": hosts(size, "a", "b", "a")}))
     assert [
         f"{missing} are missing" in one and "each of its 2 ranks on node a has" in one for one in found
     ] == ([True] if missing else [])
 
 
-@pytest.mark.parametrize(("size", "pools"), [(60, []), (59, ["main"]), (34, ["main", "critic"])])
+@pytest.mark.parametrize(("size", "pools"), [(61, []), (60, ["main"]), (35, ["main", "critic"])])
 def test_pools_share_the_memory_of_a_node_at_different_times(size: int, pools: list[str]) -> None:
     """While one is in its largest phase, the other may be in its smallest: 50 beside 10, and 15 beside 20."""
     ranks = {"main": hosts(size, "a"), "critic": hosts(size, "a")}
@@ -69,3 +75,19 @@ def test_pools_share_the_memory_of_a_node_at_different_times(size: int, pools: l
     assert [one.split(" of pool ")[1].split()[0] for one in found] == pools
     apart = {"main": hosts(size, "a"), "critic": hosts(size, "b")}
     assert len(list(device_problems({"main": MAIN, "critic": SMALL}, apart))) == (size < 50)
+
+
+def test_offloaded_state_takes_memory_of_a_node_without_gpus() -> None:
+    offloaded = replace(MAIN, offloaded_bytes=20 * GB)
+    assert not list(device_problems({"main": offloaded}, {"main": hosts(71, "a")}))
+    (problem,) = device_problems({"main": offloaded}, {"main": hosts(60, "a")})
+    assert "10.5 GB are missing" in problem
+
+
+def test_host_memory_beside_gpus() -> None:
+    """Two ranks of one pool and one of another on a node: 3, 3 and 1 GB."""
+    one_node = [Placed("a", Device(80 * GB, is_gpu=True, node_bytes=7 * GB))]
+    budgets = {"main": replace(MAIN, host_bytes=3 * GB), "critic": SMALL}
+    assert not list(device_problems(budgets, {"main": one_node * 2, "critic": one_node}))
+    (problem,) = device_problems(budgets, {"main": one_node * 2, "critic": one_node * 3})
+    assert "ranks on node a need" in problem and "2.0 GB are missing; set offload=none" in problem

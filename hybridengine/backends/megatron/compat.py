@@ -10,7 +10,6 @@ buffers released by bucket     the contiguous parameter buffer is replaced by on
 optimizer state by parameter   ranges and moments of a distributed optimizer are read from its internal structures
 weights in 8 bits              modules of Transformer Engine keep copies, also while another mode needs the memory
 one replica                    reduce-scatter and all-gather within one rank, which copy everything, are skipped
-FP8 copies of weights          Transformer Engine keeps them from one step to the next
 settings of one step           parameter groups hold a multiple of the weight decay; the optimizers' config the clipping
 """
 
