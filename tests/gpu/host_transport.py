@@ -78,9 +78,7 @@ def messages_through_host() -> Iterator[None]:
         return _Receive(irecv(host, *of, **also), tensor.detach(), host)
 
     with contextlib.ExitStack() as stack:
-        for module in (
-            dist,
-            distributed_c10d,
-        ):  # Megatron-core and Transformer Engine call the former by name
+        # Megatron-core and Transformer Engine call the former by name.
+        for module in (dist, distributed_c10d):
             stack.enter_context(mock.patch.multiple(module, isend=send, irecv=receive))
         yield

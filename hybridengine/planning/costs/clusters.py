@@ -308,11 +308,10 @@ class Fabric:
         """
         if axis.size == 1:
             return 0.0
-        num_sent, count = count * blocks, count * blocks
-        if (
-            axis.size == 2 and count > blocks
-        ):  # the first block of all sends nothing back, the last nothing on
-            count -= 1
+        count *= blocks
+        num_sent = count
+        if axis.size == 2 and count > blocks:
+            count -= 1  # the first block of all sends nothing back, the last nothing on
         members, links, inside, across = self.members_per_node(axis), self.cluster.links, 0.0, 0.0
         if members > 1:
             inside = links.same_node.seconds(num_bytes, num_bytes * self.node_ranks)
