@@ -19,6 +19,7 @@ from hybridengine.backends.vllm import engine as engine_module
 from hybridengine.rehearsal.replacing import all_replaced
 from hybridengine.rehearsal.shapes_only import ShapesOnly
 from hybridengine.topology.links import NodeMap
+from hybridengine.weights.storage import WeightStorage
 
 
 @contextmanager
@@ -47,11 +48,15 @@ def engine_without_values(mode: ShapesOnly, nodes: NodeMap) -> Iterator[None]:
         ranks = torch.distributed.get_process_group_ranks(group)
         return [nodes.node_of(member) == nodes.node_of(ranks[source_rank]) for member in ranks]
 
+    def weights_without_pages(engine: Any, *_: Any) -> WeightStorage:
+        return WeightStorage(engine._parameters(), current=engine._parameters)
+
     _register_shapes()
     with (
         _stages_answered(),
         all_replaced(
             (engine_module, "build_llm", build_with_values),
+            (engine_module.VllmEngine, "_make_weights", weights_without_pages),
             (CPUModelRunner, "load_model", in_mode(CPUModelRunner.load_model)),
             (CPUModelRunner, "initialize_kv_cache", in_mode(CPUModelRunner.initialize_kv_cache)),
             (
