@@ -8,7 +8,7 @@ import functools
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,8 +20,10 @@ import psutil
 from hybridengine.errors import ConfigError
 from hybridengine.formatting import format_bytes
 
-GROUP = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-"""Files with the memory limit and usage of a container (cgroup v2)."""
+OWN_GROUPS = Path("/proc/self/cgroup")
+"""File with the control groups of this process: containers, and jobs of schedulers such as SLURM."""
+GROUPS = Path("/sys/fs/cgroup")
+"""Folder of all control groups."""
 PACKAGES = (
     "hybridengine",
     "torch",
@@ -62,23 +64,37 @@ def trim_heap() -> None:
 def available_bytes() -> int:
     """Return the bytes available on this system, or in this container, without swapping."""
     available = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):  # "max": no limit
-        limit, used = (int(file.read_text()) for file in GROUP)
-        available = min(available, max(0, limit - used))
-    return available
+    return min([available, *(max(0, limit - used) for limit, used in _limits())])
 
 
 def total_bytes() -> int:
     """Return the bytes of memory of this system, or of this container."""
     total = psutil.virtual_memory().total
-    with contextlib.suppress(OSError, ValueError):  # "max": no limit
-        total = min(total, int(GROUP[0].read_text()))
-    return total
+    return min([total, *(limit for limit, _ in _limits())])
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Yield (limit, bytes in use) of each control group of this process with a limit of memory, of cgroup v1 or v2."""
+    with contextlib.suppress(OSError):  # another system than Linux
+        for line in OWN_GROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                root, names = GROUPS, ("memory.max", "memory.current")
+            elif "memory" in controllers.split(","):
+                root, names = GROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            else:
+                continue
+            own = root / path.lstrip("/")
+            # A container may see its own group as the root, under another path than the file says.
+            for folder in (own, *own.parents[: len(own.parts) - len(root.parts)]):
+                with contextlib.suppress(OSError, ValueError):  # "max": no limit
+                    limit, used = (int((folder / name).read_text()) for name in names)
+                    yield limit, used
 
 
 @dataclass(frozen=True)
 class Device:
-    """What holds the tensors of a rank: its GPU, or else its node."""
+    """Memory for the tensors of a rank: of its GPU, or else of its node."""
 
     num_bytes: int
     """Bytes of memory; of a part of a GPU (MIG), those of the part."""

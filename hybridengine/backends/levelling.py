@@ -117,14 +117,17 @@ class Peers:
 def respond_together(engine: Engine, requests: Sequence[Request], peers: Peers) -> list[Response]:
     """Return the responses to this engine's requests, in order, which other engines may have drawn in part.
 
-    Ids are unique among all engines. Collective over the engines.
+    Ids are unique among all engines. Nothing moves if a request has stop strings: one that began before a move would not
+    be found. Collective over the engines.
     """
     ids = [request.request_id for request in requests]
     levelled = _Levelled(engine, peers)
     try:
         engine.add(requests)
         levelled.requests |= {request.request_id: (peers.place, request) for request in requests}
-        may_wait = max(peers.gather(len(requests))) > engine.max_running
+        has_strings = any(request.sampling.stop_strings for request in requests)
+        counts: list[tuple[int, bool]] = peers.gather((len(requests), has_strings))
+        may_wait = max(counts)[0] > engine.max_running and not any(strings for _, strings in counts)
         if may_wait:
             levelled.draw_levelled()
         levelled.draw()

@@ -21,6 +21,7 @@ from hybridengine.doctor.node_facts import node_facts
 from hybridengine.errors import HybridEngineError
 from hybridengine.planning.budget import budget_of
 from hybridengine.planning.costs.memory import checkpoint_bytes
+from hybridengine.training.devices import budgets_of
 from hybridengine.training.dry_run import cost_of
 
 DESCRIPTION = """Examine this machine's installation, then every node of the cluster, and print what to fix: versions of
@@ -81,13 +82,13 @@ def _needs(config: RunConfig | None, folder: str | None) -> RunNeeds:
     kept = config.checkpoint.keep + (2 if config.checkpoint.best else 1)
     cost = cost_of(config)
     on_gpus = [budget_of(config, pool, cost, on_gpus=True) for pool in config.pools]
-    on_cpus = [budget_of(config, pool, cost, on_gpus=False) for pool in config.pools]
+    on_cpus = [budget for pool in budgets_of(config, on_gpus=False).values() for budget in pool]
     return RunNeeds(
         folder=str(Path(folder or config.run.folder).resolve()),
         device=config.cluster.device,
         pools=tuple(tuple(pool.ranks_per_node) for pool in config.pools.values()),
         gpu_rank_bytes=max(budget.host_bytes for budget in on_gpus),
-        model_bytes=max(budget.device_bytes[budget.peak] for budget in on_cpus),
+        model_bytes=sum(budget.device_bytes[budget.peak] for budget in on_cpus) // len(on_cpus),
         budgets=tuple(on_gpus),
         kept_bytes=kept * saved,
         checkpoint_bytes=saved,

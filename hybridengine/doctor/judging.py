@@ -43,7 +43,7 @@ class RunNeeds:
     gpu_rank_bytes: int = 0
     """Host memory of one rank on a GPU, including the copy from which a checkpoint is written."""
     model_bytes: int = 0
-    """Memory of a rank's models; in host memory without a GPU."""
+    """Memory of a rank's models, on average over all ranks; in host memory without a GPU."""
     budgets: tuple[Budget, ...] = ()
     """Memory of a rank of each pool on a GPU."""
     kept_bytes: int = 0

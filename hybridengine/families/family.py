@@ -247,8 +247,9 @@ class Family:
     def megatron_expert(
         self, sizes: DecoderSizes, names: NameSet, number: int, place: int
     ) -> tuple[Entry, ...]:
-        """Return the parameters of expert `number` of a layer, which is number `place` on its rank."""
-        raise NotImplementedError(f"{self.name} has no experts")
+        """Return the parameters of expert `number` of a layer, which is number `place` on its rank; a dense family has
+        none."""
+        return ()
 
     def megatron_config(self, sizes: DecoderSizes) -> dict[str, Any]:
         """Return Megatron-core's TransformerConfig settings other than sizes; `activation_func` is a name in torch."""
@@ -284,8 +285,9 @@ class Family:
         )
 
     def vllm_expert(self, sizes: DecoderSizes, number: int, place: int) -> tuple[Entry, ...]:
-        """Return the slices of vLLM's parameters that are expert `number` of a layer, number `place` on its rank."""
-        raise NotImplementedError(f"{self.name} has no experts")
+        """Return the slices of vLLM's parameters that are expert `number` of a layer, number `place` on its rank; a dense
+        family has none."""
+        return ()
 
     def vllm_problems(self, sizes: DecoderSizes) -> list[str]:
         """Return the reasons why vLLM's model of this family rejects these sizes, at any degree of parallelism."""

@@ -1,4 +1,4 @@
-"""Budget of a run's memory: bytes on the fullest rank of a pool in each phase, on the device and in host memory.
+"""Budget of a run's memory: bytes of a rank of a pool in each phase, on the device and in host memory.
 
     start           the engine is built beside the actor's weights, without gradients; no other model is there yet
     load            the other models are built, one after the other
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hybridengine.config import ModelHolder, RunConfig, holder_shape, model_holders, model_shape
 from hybridengine.config.run_config import TRAINED
@@ -48,9 +49,11 @@ LOGIT_COPIES = 3
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes on the fullest rank of a pool."""
+    """Bytes of a rank of a pool."""
 
     pool: str
+    rank: int | None
+    """None for the fullest one."""
     device_bytes: Mapping[str, int]
     """Bytes on the device by phase, in the order in which a run goes through them."""
     host_bytes: int
@@ -68,27 +71,55 @@ class Budget:
     def excess(self, device_bytes: int, device: str = "the device") -> str | None:
         """Return by how much the largest phase exceeds a device of this size, as text; None if the budget fits."""
         needed = self.device_bytes[self.peak]
-        if needed <= device_bytes:
+        where = "its fullest rank" if self.rank is None else f"rank {self.rank}"
+        return self.shortage(self.peak, needed, where, device_bytes, device)
+
+    def shortage(
+        self, phase: str, needed_bytes: int, where: str, device_bytes: int, device: str
+    ) -> str | None:
+        """Return by how much a phase of ranks (`where`) exceeds a device, as text; None if it does not."""
+        if needed_bytes <= device_bytes:
             return None
         return (
-            f"phase {self.peak!r} of pool {self.pool} needs {format_bytes(needed)} on its fullest rank, and {device}"
-            f" has {format_bytes(device_bytes)}: {(needed - device_bytes) / 1e9:.1f} GB are missing"
+            f"phase {phase!r} of pool {self.pool} needs {format_bytes(needed_bytes)} on {where}, and {device} has"
+            f" {format_bytes(device_bytes)}: {(needed_bytes - device_bytes) / 1e9:.1f} GB are missing"
         )
 
 
-def budget_of(config: RunConfig, pool: str, cost: SwitchCost, *, on_gpus: bool) -> Budget:
-    """Return the budget of a pool of the run; `cost` is that of the actor's switch."""
+class _Weights(NamedTuple):
+    """Bytes of the actor's weights of a rank in the switch."""
+
+    gen_shard: int
+    redundant: int
+    peak: int
+
+
+def _weights_of(cost: SwitchCost, rank: int | None) -> _Weights:
+    if rank is None:
+        return _Weights(cost.gen_shard_bytes_max, cost.redundant_bytes_max, cost.peak_weight_bytes_max)
+    there, back = cost.of_rank(rank)
+    return _Weights(there.destination_bytes, there.redundant_bytes, max(there.peak_bytes, back.peak_bytes))
+
+
+def budget_of(
+    config: RunConfig, pool: str, cost: SwitchCost, *, on_gpus: bool, rank: int | None = None
+) -> Budget:
+    """Return the budget of a rank of a pool, by default of the fullest; `cost` is that of the actor's switch.
+
+    Ranks of engines on a pool of their own all count as the fullest.
+    """
     graphs = on_gpus and config.captures_graphs
     has_engine = pool == MAIN_POOL or "generation" in config.pools[pool].roles
     fixed = (GPU_BYTES if on_gpus else 0) + (GRAPH_BYTES if graphs and has_engine else 0)
     if "generation" in config.pools[pool].roles:
         phases, offloaded, saved = _engine_phases(config), 0, 0
     else:
-        models = pool_models(config, pool)
-        phases = _phases(config, pool, models, cost)
+        models = pool_models(config, pool, rank)
+        phases = _phases(config, pool, models, _weights_of(cost, rank) if pool == MAIN_POOL else None)
         offloaded, saved = _offloaded_bytes(models), _save_bytes(config, models)
     return Budget(
         pool,
+        rank,
         {phase: num_bytes + fixed for phase, num_bytes in phases.items()},
         HOST_BYTES + offloaded + saved,
         offloaded,
@@ -96,14 +127,30 @@ def budget_of(config: RunConfig, pool: str, cost: SwitchCost, *, on_gpus: bool) 
     )
 
 
-def pool_models(config: RunConfig, pool: str) -> list[tuple[ModelHolder, ModelMemory]]:
-    """Return the models of a pool, each with its memory on a rank."""
+class HeldModel(NamedTuple):
+    """A model of a rank."""
+
+    holder: ModelHolder
+    stage: int | None
+    """None for the fullest."""
+    memory: ModelMemory
+
+
+def pool_models(config: RunConfig, pool: str, rank: int | None = None) -> list[HeldModel]:
+    """Return the models of a pool on one of its ranks, by default on the fullest."""
     found = []
     for holder in model_holders(config):
         if config.pool_of(holder.role) == pool:
-            shape, trains = holder_shape(config, holder), holder.role in TRAINED
-            memory = model_memory(shape, holder.sizes, config.model.dtype, holder.settings, trains=trains)
-            found.append((holder, memory))
+            stage = None if rank is None else holder.grid.coordinate(rank).pp_rank
+            memory = model_memory(
+                holder_shape(config, holder),
+                holder.sizes,
+                config.model.dtype,
+                holder.settings,
+                trains=holder.role in TRAINED,
+                stage=stage,
+            )
+            found.append(HeldModel(holder, stage, memory))
     return found
 
 
@@ -114,35 +161,33 @@ def _engine_phases(config: RunConfig) -> dict[str, int]:
 
 
 def _phases(
-    config: RunConfig,
-    pool: str,
-    models: list[tuple[ModelHolder, ModelMemory]],
-    cost: SwitchCost,
+    config: RunConfig, pool: str, models: list[HeldModel], weights: _Weights | None
 ) -> dict[str, int]:
-    states = [_states(config, holder, memory) for holder, memory in models]
+    """Return the bytes by phase; `weights` are those of the actor, if it is in this pool."""
+    states = [_states(config, model) for model in models]
     idle = sum(state.idle for state in states)
     peaks = [max(state.infer, state.update) - state.idle for state in states]
     training = {"training step": idle + max(peaks, default=0), "save": idle}
-    if pool != MAIN_POOL:
+    if weights is None:
         return {"load": _load(models, states), **training}
-    actor = next(memory for holder, memory in models if holder.role == "actor")
+    actor = next(model.memory for model in models if model.holder.role == "actor")
     waiting = sum(state.generating for state in states)
     cache = config.rollout.kv_cache_bytes
     computing = engine_activations(config, model_shape(config), config.actor.generate.tp_size)
     return {
-        "start": actor.weights_bytes + cost.gen_shard_bytes_max + cache + computing,
+        "start": actor.weights_bytes + weights.gen_shard + cache + computing,
         "load": _load(models, states),
         "training step": training["training step"],
-        "switch": waiting + cost.peak_weight_bytes_max,
-        "generation": waiting + cost.gen_shard_bytes_max + cost.redundant_bytes_max + cache + computing,
+        "switch": waiting + weights.peak,
+        "generation": waiting + weights.gen_shard + weights.redundant + cache + computing,
         "save": training["save"],
     }
 
 
-def _load(models: list[tuple[ModelHolder, ModelMemory]], states: list[StateBytes]) -> int:
+def _load(models: list[HeldModel], states: list[StateBytes]) -> int:
     """Return the peak while models are built: each has its weights twice until Megatron's buffers replace its own."""
     held = peak = 0
-    for (_, memory), state in zip(models, states, strict=True):
+    for (_, _, memory), state in zip(models, states, strict=True):
         copies = 2 if memory.gradients_bytes else 1
         peak = max(peak, held + copies * memory.weights_bytes + memory.gradients_bytes)
         held += state.idle - memory.fp8_bytes
@@ -154,11 +199,11 @@ def _offloads(holder: ModelHolder, what: str) -> bool:
     return getattr(holder.section, "offload", None) == what
 
 
-def _states(config: RunConfig, holder: ModelHolder, memory: ModelMemory) -> StateBytes:
-    trains = holder.role in TRAINED
+def _states(config: RunConfig, model: HeldModel) -> StateBytes:
+    holder, _, memory = model
     passes = [
-        _activations(config, holder, trains=False),
-        _activations(config, holder, trains=True) if trains else 0,
+        _activations(config, model, trains=False),
+        _activations(config, model, trains=True) if holder.role in TRAINED else 0,
     ]
     if _offloads(holder, "weights"):
         return StateBytes(0, memory.weights_bytes + passes[0], 0, 0)
@@ -170,8 +215,9 @@ def _states(config: RunConfig, holder: ModelHolder, memory: ModelMemory) -> Stat
     )
 
 
-def _activations(config: RunConfig, holder: ModelHolder, *, trains: bool) -> int:
+def _activations(config: RunConfig, model: HeldModel, *, trains: bool) -> int:
     """Return the bytes of activations of the largest micro-batches of a pass, of rows of the greatest length."""
+    holder = model.holder
     section, longest = holder.section, config.max_tokens
     parts = holder.sizes.dp_size * (section.mini_batches if trains else 1)
     all_tokens = -(-config.rows_per_step // parts) * longest
@@ -184,6 +230,7 @@ def _activations(config: RunConfig, holder: ModelHolder, *, trains: bool) -> int
         MicroBatches(-(-all_tokens // tokens), tokens, responses, longest),
         holder.settings,
         trains=trains,
+        stage=model.stage,
     )
 
 
@@ -197,19 +244,19 @@ def engine_activations(config: RunConfig, shape: ModelShape, tp_size: int) -> in
     return int(tokens * element * layer + logits)
 
 
-def _offloaded_bytes(models: list[tuple[ModelHolder, ModelMemory]]) -> int:
+def _offloaded_bytes(models: list[HeldModel]) -> int:
     """Return the bytes of offloaded state: its own, but for the alignment of its tensors (`HostBuffer`)."""
     return sum(
         memory.optimizer_bytes * _offloads(holder, "optimizer")
         + memory.weights_bytes * _offloads(holder, "weights")
-        for holder, memory in models
+        for holder, _, memory in models
     )
 
 
-def _save_bytes(config: RunConfig, models: list[tuple[ModelHolder, ModelMemory]]) -> int:
+def _save_bytes(config: RunConfig, models: list[HeldModel]) -> int:
     """Return the bytes of copies and buffers of a save, all models of which save at once."""
     saved = 0
-    for holder, memory in models:
+    for holder, _, memory in models:
         if config.checkpoint.every and memory.gradients_bytes:
             num_parameters = memory.weights_bytes // DTYPE_BYTES[config.model.dtype]
             whole = memory.optimizer_bytes + memory.weights_bytes // holder.sizes.dp_size

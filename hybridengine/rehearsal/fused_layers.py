@@ -1,6 +1,7 @@
 """Layers with the memory of a GPU's, in place of those for a CPU, which keep intermediate results for the backward pass.
 
-    norm         Transformer Engine keeps the input, contiguous, and one float32 number for each row
+    norm         Transformer Engine keeps the input, contiguous, and one float32 number for each row; the second one of a
+                 layer belongs to the MLP, with which it is computed again
     rotation     its kernel keeps angles alone, and needs no input in the backward pass
     attention    it keeps contiguous queries, keys and values, the output, and one float32 number for each query and head
     gated MLP    Megatron-core's own function keeps its input alone; its compiled kernels have no intermediate results
@@ -19,6 +20,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor
 
@@ -103,7 +106,14 @@ def _rows(
 @contextmanager
 def fused_layers() -> Iterator[None]:
     """Let layers without Transformer Engine need the memory of those with it while the context is open."""
-    transformer_config = model.transformer_config
+    transformer_config, build_layer = model.transformer_config, TransformerLayer.__init__
+
+    def build(layer: Any, *arguments: Any, **named: Any) -> None:
+        build_layer(layer, *arguments, **named)
+        if isinstance(layer.mlp, MLP):
+            norm = layer.pre_mlp_layernorm
+            norm.forward = lambda rows: rows
+            layer.mlp.register_forward_pre_hook(lambda _, inputs: (normalize(norm, inputs[0]), *inputs[1:]))
 
     def fused_config(*arguments: Any) -> Any:
         config = transformer_config(*arguments)
@@ -128,6 +138,7 @@ def fused_layers() -> Iterator[None]:
 
     with all_replaced(
         (model, "transformer_config", fused_config),
+        (TransformerLayer, "__init__", build),
         (torch.nn.RMSNorm, "forward", normalize),
         (rope_utils, "fused_apply_rotary_pos_emb_thd", rotate),
         (PackedAttention, "forward", attend),

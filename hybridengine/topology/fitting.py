@@ -1,4 +1,4 @@
-"""Whether a model can be divided at given sizes: by Megatron-core for training, and by vLLM for generation."""
+"""Reasons why a model cannot be divided at given sizes, by Megatron-core for training or by vLLM for generation."""
 
 from __future__ import annotations
 

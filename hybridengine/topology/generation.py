@@ -59,10 +59,10 @@ class GenerationGrid(Mesh):
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         if self._follows_experts:
-            place = self._by_experts
+            position = [self._by_experts(place) for place in self._expert_places]
         else:
-            place = self._consecutive if self._is_consecutive else self._interval
-        position = [place(coordinate) for coordinate in self.train.coordinates()]
+            position_of = self._consecutive if self._is_consecutive else self._interval
+            position = [position_of(place) for place in self.train.coordinates()]
         return tuple(sorted(range(len(position)), key=position.__getitem__))
 
     @property
@@ -106,7 +106,7 @@ class GenerationGrid(Mesh):
         }
         return all(
             size % gen_size == 0 and place[axis] * gen_size // size == (own["tp"] if gen_size > 1 else 0)
-            for place, own in zip(ExpertGrid(self.train).coordinates(), self.coordinates(), strict=True)
+            for place, own in zip(self._expert_places, self.coordinates(), strict=True)
             for axis, (size, gen_size) in sizes.items()
         )
 
@@ -179,17 +179,20 @@ class GenerationGrid(Mesh):
         )
 
     @cached_property
-    def _expert_places(self) -> dict[Coordinate, Coordinate]:
-        """Coordinate of a rank -> its coordinate among experts."""
-        return dict(zip(self.train.coordinates(), ExpertGrid(self.train).coordinates(), strict=True))
+    def _expert_places(self) -> tuple[Coordinate, ...]:
+        """Coordinates of all ranks among experts."""
+        return tuple(ExpertGrid(self.train).coordinates())
 
     def _by_experts(self, place: Coordinate) -> int:
-        """Return the position of a rank when its generation shard contains the experts that it trains."""
-        train, own = self.train.sizes, self._expert_places[place]
+        """Return the position of a rank when its generation shard contains the experts that it trains.
+
+        `place` is its coordinate among experts.
+        """
+        train = self.train.sizes
         parts, joined = train.expert_parts // self.sizes.expert_parts, train.pp_size // self.sizes.pp_size
-        tp_rank, rest = divmod(own["ep"], parts)
-        pp_rank, micro = divmod(own["pp"], joined)
-        replica = (own["edp"] * parts + rest) * joined + micro
+        tp_rank, rest = divmod(place["ep"], parts)
+        pp_rank, micro = divmod(place["pp"], joined)
+        replica = (place["edp"] * parts + rest) * joined + micro
         return replica * self.strides["replica"] + pp_rank * self.strides["pp"] + tp_rank * self.strides["tp"]
 
     def __str__(self) -> str:

@@ -146,14 +146,15 @@ def memory_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     )
     for name in config.pools:
         lines += _pool_memory_lines(config, name, cost)
-    return lines
+    checks = "hybridengine doctor compares this with the devices, as training does before it builds a model"
+    return [*lines, "", checks]
 
 
 def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[str]:
     """Return lines with the memory of a rank of a pool, by model and by phase."""
-    on_gpus = config.cluster.device == "cuda"
+    device = config.cluster.device
     of_pool = f" of pool {pool}" if config.cluster.pools else ""
-    extra = "CUDA, NCCL and graphs estimated" if on_gpus else "without the libraries"
+    extra = "CUDA, NCCL and graphs estimated" if device == "cuda" else "without the libraries"
     lines = ["", f"memory per rank{of_pool} (on the fullest, with activations; {extra})"]
     cache = format_bytes(config.rollout.kv_cache_bytes)
     models = pool_models(config, pool)
@@ -161,7 +162,7 @@ def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[s
     if not models:
         weights = format_bytes(engine_weight_bytes(config))
         lines.append(f"  {'generation':<{width}} weights {weights}, KV cache {cache}")
-    for holder, memory in models:
+    for holder, _, memory in models:
         text = f"  {holder.name:<{width}} weights {format_bytes(memory.weights_bytes)}"
         if holder.role in TRAINED:
             text += f", gradients {format_bytes(memory.gradients_bytes)}"
@@ -175,10 +176,18 @@ def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[s
         "generation": f"KV cache {cache} included",
         "save": "between two steps",
     }
-    budget = budget_of(config, pool, cost, on_gpus=on_gpus)
+    budget = budget_of(config, pool, cost, on_gpus=device == "cuda")
     for phase, num_bytes in budget.device_bytes.items():
         lines.append(f"  {phase:<{width}} {format_bytes(num_bytes)}, {remarks[phase]}")
-    if on_gpus:
+    if device == "auto":
+        more = (
+            budget_of(config, pool, cost, on_gpus=True).device_bytes[budget.peak]
+            - budget.device_bytes[budget.peak]
+        )
+        lines.append(
+            f"  {'on GPUs':<{width}} {format_bytes(more)} more in each phase, for CUDA, NCCL and graphs (estimate)"
+        )
+    if device != "cpu":
         lines.append(
             f"  {'host memory':<{width}} {format_bytes(budget.host_bytes)}, with offloaded state and copies of a save"
         )

@@ -1,9 +1,11 @@
-"""Runs on each rank of the training tests: losses for Megatron's outputs, a trainer with the reference's settings."""
+"""Runs on each rank of the training tests: losses for Megatron's outputs, a trainer as the reference, and its steps."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from hybridengine.backends.predictions import Predictions
 from hybridengine.config.role_sections import MegatronSettings, OptimizerSection
 from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid
+from hybridengine.topology.sizes import TrainSizes
 from hybridengine.weights.process_groups import ProcessGroups
 from tests.gloo import training_reference as reference
 
@@ -88,3 +91,32 @@ def copy_weights(model: MegatronModel) -> dict[str, Tensor]:
 def same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     """Return True if the weights are bitwise equal."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+Outcome = tuple[float, float | None]
+"""Gradient norm of a step, and its mean loss on this replica; None except on the last stage."""
+
+
+def train_at_sizes(
+    rank: int, folder: Path, sizes: Sequence[TrainSizes], num_steps: int
+) -> list[list[Outcome]]:
+    """Return the outcome of each step at each size, from the checkpoint `folder`."""
+    registry, shape, found = ProcessGroups(), ModelShape.from_folder(folder), []
+    for one in sizes:
+        trainer = make_trainer(shape, Grid(one), rank, registry, folder)
+        records = [step(trainer, index) for index in range(num_steps)]
+        found.append([(norm, mean_loss(losses) if losses else None) for norm, _, losses in records])
+    return found
+
+
+def check_steps(
+    by_rank: Sequence[list[list[Outcome]]], sizes: Sequence[TrainSizes], expected: Sequence[reference.Step]
+) -> None:
+    """Assert that gradient norms of all steps at all sizes are the reference's, and losses where one replica has them."""
+    for index, one in enumerate(sizes):
+        for number, figures in enumerate(expected):
+            norms = [outcomes[index][number][0] for outcomes in by_rank]
+            assert norms == pytest.approx([figures.grad_norm] * len(norms), rel=1e-4), f"{one}, step {number}"
+            if one.dp_size == 1:
+                losses = {outcomes[index][number][1] for outcomes in by_rank} - {None}
+                assert losses and max(abs(loss - figures.loss) for loss in losses) < 1e-5 * figures.loss, one

@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 
-from hybridengine.models.shapes import ModelShape
-from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
-from hybridengine.weights.process_groups import ProcessGroups
 from tests.gloo import training_reference as reference
-from tests.gloo.megatron_training import make_trainer, mean_loss, step
+from tests.gloo.megatron_training import check_steps, train_at_sizes
 from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model
 
@@ -61,29 +58,11 @@ def sizes_of(num_ranks: int) -> list[TrainSizes]:
     return list(every_size(num_ranks))
 
 
-def train_at_sizes(
-    rank: int, folder: Path, sizes: list[TrainSizes]
-) -> list[list[tuple[float, float | None]]]:
-    """Return (gradient norm, mean loss of this replica on the last stage) of each step at each size."""
-    registry, shape, found = ProcessGroups(), ModelShape.from_folder(folder), []
-    for one in sizes:
-        trainer = make_trainer(shape, Grid(one), rank, registry, folder)
-        records = [step(trainer, index) for index in range(NUM_STEPS)]
-        found.append([(norm, mean_loss(losses) if losses else None) for norm, _, losses in records])
-    return found
-
-
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_steps_of_a_mixture_equal_plain_pytorch(num_ranks: int, tmp_path: Path, run_ranks: RankLauncher):
     model = write_model(tmp_path, "qwen3_moe", **EXPERTS)
     expected = reference.train(model, reference.language_loss, NUM_STEPS)
     sizes = sizes_of(num_ranks)
-    by_rank = run_ranks(num_ranks, train_at_sizes, tmp_path, sizes, timeout_s=3600)
-    for index, one in enumerate(sizes):
-        for number, figures in enumerate(expected):
-            norms = [outcomes[index][number][0] for outcomes in by_rank]
-            assert norms == pytest.approx([figures.grad_norm] * num_ranks, rel=1e-4), f"{one}, step {number}"
-            if one.dp_size == 1:
-                losses = {outcomes[index][number][1] for outcomes in by_rank} - {None}
-                assert losses and max(abs(loss - figures.loss) for loss in losses) < 1e-5 * figures.loss, one
+    by_rank = run_ranks(num_ranks, train_at_sizes, tmp_path, sizes, NUM_STEPS, timeout_s=3600)
+    check_steps(by_rank, sizes, expected)

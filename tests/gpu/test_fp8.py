@@ -15,6 +15,7 @@ from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.config.role_sections import MegatronSettings, OptimizerSection
 from hybridengine.weights.process_groups import ProcessGroups
 from tests.gpu import one_device
+from tests.gpu.launcher import DeviceLauncher
 from tests.gpu.one_device import ALONE, MIB, SMALL
 from tests.gpu.test_graphs import LARGEST_DIFFERENCE, MEAN_DIFFERENCE
 
@@ -123,19 +124,28 @@ def check_engine(compared: Compared) -> None:
     assert difference.mean() < MEAN_DIFFERENCE, difference.mean()
 
 
+def capability_of(rank: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability()
+
+
+@pytest.fixture(scope="module")
+def capability(on_device: DeviceLauncher) -> tuple[int, int]:
+    """Compute capability of the device, asked in a process of its own: a context takes memory as long as its process."""
+    return on_device(1, capability_of)[0]
+
+
 @pytest.mark.parametrize("fp8", LEAST_CAPABILITY)
-def test_training_in_fp8_is_near_training_in_bfloat16(on_device, folder, note, fp8):
+def test_training_in_fp8_is_near_training_in_bfloat16(on_device, folder, note, fp8, capability):
     """Passes if four steps with matrix products in FP8 have losses within 2 % of those in bfloat16, and gradient norms
     within 5 %, and not the same ones; if no copies in FP8 stay when training is left; and if the engine then has the
     trained weights in bfloat16, and its log-probs are those of a model in bfloat16.
 
     Skipped, with the reason, on a device that does not have this scaling.
     """
-    found, least = torch.cuda.get_device_capability(), LEAST_CAPABILITY[fp8]
-    if found < least:
-        pytest.skip(
-            f"FP8 with {fp8} scaling needs compute capability {least[0]}.{least[1]}, and this is {found[0]}.{found[1]}"
-        )
+    least = LEAST_CAPABILITY[fp8]
+    if capability < least:
+        needed, found = (".".join(map(str, one)) for one in (least, capability))
+        pytest.skip(f"FP8 with {fp8} scaling needs compute capability {needed}, and this is {found}")
     one_device.write_config(folder, **SMALL)
     [compared] = on_device(1, train_and_switch, folder, fp8, 64 * MIB)
     plain, in_fp8 = compared.plain, compared.found

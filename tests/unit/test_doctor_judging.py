@@ -227,7 +227,7 @@ def test_a_budget_is_held_against_the_smallest_gpu() -> None:
     """There is no GPU: the nodes' answers are given."""
     small = replace(ON_GPU, node="10.0.0.2", gpus=(H100, Gpu("A100", 39 * GIB, 40 * GIB)))
     bytes_of = {"start": 30 * GIB, "switch": 42 * GIB, "save": 20 * GIB}
-    budget = Budget("main", bytes_of, 0, 0, {"switch": "do one, do two, do three"})
+    budget = Budget("main", None, bytes_of, 0, 0, {"switch": "do one, do two, do three"})
     (finding,) = judge_budgets([ON_GPU, ON_CPU], [budget])
     assert (finding.level, finding.subject) == (Level.OK, Subject.MEMORY)
     assert finding.text == "a rank of pool main needs up to 42.0 GiB of a GPU (phase 'switch')"

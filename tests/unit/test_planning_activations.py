@@ -20,15 +20,16 @@ def test_activations_of_a_layer_are_those_of_its_tensors() -> None:
     micro, t, tokens = MicroBatches(8, 100.0, 40.0, 50.0), 2, 100
     sizes = TrainSizes(3, t, 1)
     hidden, ffn = 2 * 256 / t, 2 * 512 / t
-    numbers = (2 * 4 + 8 * 4) / t  # in float32: of two norms, and of each query's heads
-    attention = 4 * hidden + 2 * (2 * 256 + 2 * 128) / t + numbers
-    layer, backward = attention + 3 * ffn, hidden + max(ffn + 512, 2 * ffn, 2 * 512 - ffn)
+    # In float32: of a norm, and of each query's heads. The norm's output belongs to the MLP, its input is a layer's own.
+    attention = 3 * hidden + 2 * (2 * 256 + 2 * 128) / t + (4 + 8 * 4) / t
+    mlp = hidden + 4 / t + 3 * ffn
+    layer, backward = attention + mlp, hidden + max(ffn + 512, 2 * ffn, 2 * 512 - ffn)
     norm, outputs, width = hidden * tokens, 40 * 256 * 2, 1000 / t
     logits = (4 + 4 + 2) * 40 * width
     head = norm + 2 * outputs + logits + (4 + 2) * 256 * width
     for recompute, kept, again in (
         ("none", layer, 0.0),
-        ("selective", attention, 3 * ffn + hidden),
+        ("selective", attention, mlp + hidden),
         ("full", hidden, layer),
     ):
         used = MegatronSettings.model_validate({"recompute": recompute})
@@ -45,7 +46,7 @@ def test_activations_of_a_layer_are_those_of_its_tensors() -> None:
 
 
 def test_activations_with_context_ranks_and_virtual_stages() -> None:
-    """Of 3 stages with 2 layers, the first keeps those of 6, or of 9 with blocks of a layer: 4 passes and 5 more."""
+    """The first of 3 stages with 2 layers keeps the activations of 6, or of 9 with blocks of a layer (4 + 5 passes)."""
     micro = MicroBatches(8, 100.0, 0.0, 50.0)
     hidden, ffn = 2 * 256, 2 * 512
     one = 4 * hidden + 2 * 4 + 2 * (2 * 256 + 2 * 128) + 8 * 4 + 3 * ffn

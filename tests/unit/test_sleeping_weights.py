@@ -109,7 +109,7 @@ class Driver:
 
 
 def test_experts_have_physical_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 4 experts of 3 MiB, two fill three pages of 2 MiB; the dense weight, of 5 MiB, has a segment of 6 MiB."""
+    """Two of 4 experts, of 3 MiB each, fill three pages of 2 MiB; the dense weight, of 5 MiB, has a segment of 6 MiB."""
     memory = torch.empty(20 * MIB, dtype=torch.uint8)
     experts, dense = memory[: 12 * MIB].view(4, 3 * MIB, 1), memory[14 * MIB : 19 * MIB]
     driver = Driver([experts, dense])

@@ -10,6 +10,7 @@ buffers released by bucket     the contiguous parameter buffer is replaced by on
 optimizer state by parameter   ranges and moments of a distributed optimizer are read from its internal structures
 weights in 8 bits              modules of Transformer Engine keep copies, also while another mode needs the memory
 one replica                    reduce-scatter and all-gather within one rank, which copy everything, are skipped
+routers                        0.16 looks up Transformer Engine's product, also without Transformer Engine
 settings of one step           parameter groups hold a multiple of the weight decay; the optimizers' config the clipping
 """
 
@@ -38,7 +39,7 @@ from hybridengine.families.registry import FAMILIES
 from hybridengine.models.shapes import ModelShape
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None  # type: ignore[attr-defined]  # 0.16 looks it up without Transformer Engine too
+    moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
 
 
 def stage_spec(names: NameSet, shape: ModelShape, layers: range) -> TransformerBlockSubmodules:

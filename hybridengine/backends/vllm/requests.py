@@ -43,7 +43,11 @@ class RunningRequests:
 
     @property
     def waiting(self) -> list[str]:
-        """Ids of the requests that the scheduler has in its queue, in its order."""
+        """Ids of the requests that the scheduler has in its queue, in its order.
+
+        Its second queue, of requests with blocks of the KV cache, needs a KV connector or a streaming client, which no
+        engine here has.
+        """
         queue = self._engine.engine_core.engine_core.scheduler.waiting
         return [self._running[one.request_id][0].request_id for one in queue]
 

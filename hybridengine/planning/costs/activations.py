@@ -6,9 +6,10 @@
     gated MLP      gate and up; their product is the input of the last matrix
     stage          what it sends to the next one, until the backward pass of the micro-batch
 
-What belongs to heads or to the MLP is divided by t, and with sequence parallelism hidden states are too. In the backward
-pass, a layer's MLP needs most beside what is kept. Layers without Transformer Engine, as on a CPU, keep more; with FP8, a
-matrix keeps its input in 8 bits, which is not counted.
+What belongs to heads or to the MLP is divided by t, and with sequence parallelism hidden states are too. The norm before
+the MLP is part of it, and computed again with it. In the backward pass, a layer's MLP needs most beside what is kept.
+Layers without Transformer Engine, as on a CPU, keep more; with FP8, a matrix keeps its input in 8 bits, which is not
+counted.
 
 Source: Korthikanti et al., arXiv 2205.05198, section 4, adapted to grouped queries and gated MLPs, and the source of
 Transformer Engine 2.20 (`module/layernorm_linear.py`, `attention/`).
@@ -37,9 +38,9 @@ class LayerBytes:
     hidden: float
     """A hidden state, or the rank's part of it."""
     attention: float
-    """Kept for the backward pass of norms and attention, with the inputs of all matrices but the last."""
+    """Kept for the backward pass of the first norm and of attention, with the input of the MLP and its norm."""
     mlp: float
-    """Kept for that of the MLP: gate, up and their product."""
+    """Kept for that of the MLP and its norm: the norm's output, gate, up and their product."""
     working: float
     """Most that exists beside it in the backward pass."""
     forward: float
@@ -66,7 +67,8 @@ def layer_bytes(
     # in place of the product; the input, gathered, and its gradient in place of gate and up.
     working = hidden + max(ffn + gathered, 2 * ffn, whole + gathered - ffn)
     forward = 2 * hidden + max(3 * ffn, gathered + 2 * ffn, ffn + whole)
-    return LayerBytes(hidden, 4 * hidden + 8 / parts + heads / tp_size, 3 * ffn, working, forward)
+    attention = 3 * hidden + 4 / parts + heads / tp_size
+    return LayerBytes(hidden, attention, hidden + 4 / parts + 3 * ffn, working, forward)
 
 
 def activation_bytes(
@@ -77,15 +79,22 @@ def activation_bytes(
     settings: MegatronSettings = MegatronSettings(),
     *,
     trains: bool,
+    stage: int | None = None,
 ) -> int:
-    """Return the most bytes of activations of a pass on a rank.
+    """Return the most bytes of activations of a pass on a rank of a stage, by default of the fullest.
 
-    The fullest stage is the first, with the most micro-batches in flight, or the last, with blocks of logits.
+    That is the first, with the most micro-batches in flight, or the last, with blocks of logits.
     """
     tokens = micro.tokens / sizes.cp_size
     p = sizes.pp_size
     layer = layer_bytes(shape, sizes.tp_size, dtype, settings)
-    head = _head_bytes(shape, sizes, dtype, micro, settings, trains=trains)
+    if stage is None:
+        each = (
+            activation_bytes(shape, sizes, dtype, micro, settings, trains=trains, stage=one)
+            for one in (0, p - 1)
+        )
+        return max(each)
+    head = _head_bytes(shape, sizes, dtype, micro, settings, trains=trains) if stage == p - 1 else 0
     if not trains:
         return int(max(layer.forward * tokens, head))
     kept, again = {
@@ -94,16 +103,13 @@ def activation_bytes(
         "selective": (layer.attention, layer.mlp + layer.hidden),
         "full": (layer.hidden, layer.kept),
     }[settings.recompute]
-    first, last = (sizes.passes_in_flight(micro.count, stage) for stage in (0, p - 1))
-    block = kept * len(shape.split_layers(*sizes.blocks)[0])
+    flights = sizes.passes_in_flight(micro.count, stage)
+    block = kept * len(shape.split_layers(*sizes.blocks)[stage])
     # Messages overlap with computing: inputs received ahead and gradients on their way, of blocks that have such.
     ahead = 2 * min(sizes.virtual_stages - 1, 2) * layer.hidden
     working = (again + layer.working + ahead) * tokens
-    # Of the last stage, the last block alone sends no output.
-    at_last = (last * block + (last - 1) * layer.hidden) * tokens + max(working, head)
-    if p == 1:
-        return int(at_last)
-    return int(max(first * (block + layer.hidden) * tokens + working, at_last))
+    sent = flights - (stage == p - 1)  # the last block alone sends no output
+    return int((flights * block + sent * layer.hidden) * tokens + max(working, head))
 
 
 def _head_bytes(

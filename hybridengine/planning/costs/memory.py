@@ -38,22 +38,23 @@ class Holding:
     """Elements that belong to experts, which have replicas of their own."""
 
 
-def training_holding(shape: ModelShape, sizes: TrainSizes) -> Holding:
-    """Return the parameters that a rank trains; t divides evenly, so that the ranks of a stage are equal.
+def training_holding(shape: ModelShape, sizes: TrainSizes, stage: int | None = None) -> Holding:
+    """Return the parameters that a rank of a stage trains, by default the fullest; t divides evenly, so that the ranks of
+    a stage are equal.
 
     Virtual stages have no influence: whatever v is, a stage has layers / p layers, one more if it is among the first.
     """
-    return _stage_holding(
-        shape, sizes.pp_size, sizes.tp_size, sizes.expert_parts, sizes.expert_shards if shape.experts else 1
-    )
+    stages = _busy_stages(sizes.pp_size) if stage is None else (stage,)
+    shards = sizes.expert_shards if shape.experts else 1
+    return _stage_holding(shape, sizes.pp_size, sizes.tp_size, sizes.expert_parts, shards, stages)
 
 
 @lru_cache(maxsize=4096)
-def _stage_holding(shape: ModelShape, pp_size: int, tp_size: int, parts: int, shards: int) -> Holding:
+def _stage_holding(
+    shape: ModelShape, pp_size: int, tp_size: int, parts: int, shards: int, stages: tuple[int, ...]
+) -> Holding:
     sizes = TrainSizes(pp_size, tp_size, parts * shards, expert_parts=parts, expert_shards=shards)
-    return _most(
-        megatron_shard(shape, sizes, (stage, 0, 0, 0), NameSet.LOCAL) for stage in _busy_stages(pp_size)
-    )
+    return _most(megatron_shard(shape, sizes, (stage, 0, 0, 0), NameSet.LOCAL) for stage in stages)
 
 
 @lru_cache(maxsize=4096)
@@ -63,9 +64,9 @@ def generation_holding(shape: ModelShape, train_pp_size: int, gen: GenSizes) -> 
     return _most(vllm_shard(shape, stages, stage, 0, gen) for stage in _busy_stages(gen.pp_size))
 
 
-def _busy_stages(pp_size: int) -> list[int]:
+def _busy_stages(pp_size: int) -> tuple[int, ...]:
     """Return the stages that may be the fullest: the first, the second (with the most inner layers) and the last."""
-    return sorted({0, min(1, pp_size - 1), pp_size - 1})
+    return tuple(sorted({0, min(1, pp_size - 1), pp_size - 1}))
 
 
 def _most(shards: Iterable[Shard]) -> Holding:
@@ -82,7 +83,7 @@ def _most(shards: Iterable[Shard]) -> Holding:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of a model on the fullest rank, by activity."""
+    """Bytes of a model on a rank, by activity."""
 
     idle: int
     """Bytes while other models work, with the actor in training mode."""
@@ -94,7 +95,7 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Bytes of a model's parts on the fullest rank."""
+    """Bytes of a model's parts on a rank."""
 
     weights_bytes: int
     gradients_bytes: int
@@ -126,9 +127,12 @@ def model_memory(
     settings: MegatronSettings = MegatronSettings(),
     *,
     trains: bool = True,
+    stage: int | None = None,
 ) -> ModelMemory:
-    """Return the memory of `shape` with the distributed optimizer; only weights if it does not train."""
-    held = training_holding(shape, sizes)
+    """Return the memory of `shape` with the distributed optimizer on a rank of a stage, by default on the fullest; only
+    weights if it does not train.
+    """
+    held = training_holding(shape, sizes, stage)
     num_elements = held.num_elements
     weights_bytes = num_elements * DTYPE_BYTES[dtype]
     if not trains:

@@ -162,6 +162,15 @@ class SwitchCost:
         """Peak bytes of weights and staging in either direction."""
         return max(*self.memory_bytes_there, *self.memory_bytes_back)
 
+    def of_rank(self, rank: int) -> tuple[RankCost, RankCost]:
+        """Return the costs of a rank to generation and back."""
+        for domain, repeats in self.domains:
+            for ranks in repeats:
+                if rank in ranks:
+                    place = ranks.index(rank)
+                    return domain.there.costs[place], domain.back.costs[place]
+        raise LookupError(f"rank {rank} is in no domain; the grid has {self.generation.num_ranks} ranks")
+
     def check(self) -> int:
         """Return the number of moves of the distinct domains in both directions; a PlanError says which plan is wrong."""
         num_moves = 0

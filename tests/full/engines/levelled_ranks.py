@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -38,18 +38,22 @@ class Seen:
     """Together, with a KV cache that does not have room for the first engine's running rows."""
     few: list[Response]
     """Together, with no more rows than slots."""
+    with_strings: list[Response]
+    """Together, with a stop string that the first engine's rows never draw."""
     steps_alone: int
     steps_together: int
     steps_few: int
     moved: list[int]
     """Tokens, drawn before, of each request that this engine has taken; without a crowded cache."""
     moved_crowded: list[int]
+    moved_with_strings: list[int]
 
 
 def draw(rank: int, folder: Path, generation: GenerationGrid) -> Seen:
     identity = take_place(rank)
     shape = ModelShape.from_folder(folder)
-    engine = VllmEngine(folder, shape, generation, EngineSettings(256, SLOTS, 16 * 2**20), identity)
+    settings = EngineSettings(256, SLOTS, 16 * 2**20, tokenizer=str(folder))
+    engine = VllmEngine(folder, shape, generation, settings, identity)
     engine._runner.model.load_weights(load_file(folder / "model.safetensors").items())
     peers = Peers(generation, rank, 60.0)
     lengths = LENGTHS[peers.place]
@@ -68,11 +72,16 @@ def draw(rank: int, folder: Path, generation: GenerationGrid) -> Seen:
         moved.extend(len(response.token_ids) for *_, response in given)
         take(levelled, given)
 
-    def together(count: int) -> tuple[list[Response], int, list[int]]:
+    def together(count: int, *strings: str) -> tuple[list[Response], int, list[int]]:
         steps[0] = 0
         moved.clear()
         requests = [
-            Request(f"{peers.place}/{row}", tuple(prompts[row]), seeds[row], sampling[row])
+            Request(
+                f"{peers.place}/{row}",
+                tuple(prompts[row]),
+                seeds[row],
+                replace(sampling[row], stop_strings=strings),
+            )
             for row in range(count)
         ]
         responses = respond_together(engine, requests, peers)
@@ -89,6 +98,7 @@ def draw(rank: int, folder: Path, generation: GenerationGrid) -> Seen:
         shared, steps_together, moved_together = together(len(lengths))
         few, steps_few, moved_few = together(SLOTS)
         assert moved_few == []
+        with_strings, _, moved_with_strings = together(len(lengths), *(["never"] if peers.place == 0 else []))
         pool = engine._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         num_left = SLOTS + 1 if peers.place == 0 else pool.get_num_free_blocks()
         taken = pool.get_new_blocks(pool.get_num_free_blocks() - num_left)
@@ -102,9 +112,11 @@ def draw(rank: int, folder: Path, generation: GenerationGrid) -> Seen:
         shared,
         crowded,
         few,
+        with_strings,
         steps_alone,
         steps_together,
         steps_few,
         moved_together,
         moved_crowded,
+        moved_with_strings,
     )

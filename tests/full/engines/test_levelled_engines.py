@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from hybridengine.backends.engine import Response
 from hybridengine.topology.generation import GenerationGrid
@@ -23,7 +26,9 @@ pytestmark = pytest.mark.timeout(600)
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("levelled") / "model"
     sizes: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 256, "eos_token_id": None}
-    write_model(folder, "qwen3", True, num_key_value_heads=2, **sizes)
+    config = write_model(folder, "qwen3", True, num_key_value_heads=2, **sizes).config
+    words = Tokenizer(WordLevel({f"word{token}": token for token in range(config.vocab_size)}))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     return folder
 
 
@@ -56,6 +61,12 @@ def test_tokens_are_those_that_each_engine_draws_alone(ranks: list[Seen]):
         assert drawn(seen.few) == drawn(seen.alone[:SLOTS])
     by_place = {seen.place: drawn(seen.together) for seen in ranks}
     assert all(drawn(seen.together) == by_place[seen.place] for seen in ranks), "all ranks of an engine agree"
+
+
+def test_no_row_moves_where_one_has_a_stop_string(ranks: list[Seen]):
+    for seen in ranks:
+        assert drawn(seen.with_strings) == drawn(seen.alone)
+        assert seen.moved_with_strings == []
 
 
 def test_engines_with_and_without_stages_draw_the_same_tokens(by_sizes: dict[str, list[Seen]]):
