@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hybridengine.backends.vllm import engine as engine_module
@@ -27,6 +28,7 @@ def engine_without_values(mode: ShapesOnly, nodes: NodeMap) -> Iterator[None]:
     """Let engines be built in the context of `mode` while this one is open."""
     from vllm.distributed import parallel_state
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -49,7 +51,17 @@ def engine_without_values(mode: ShapesOnly, nodes: NodeMap) -> Iterator[None]:
         return [nodes.node_of(member) == nodes.node_of(ranks[source_rank]) for member in ranks]
 
     def weights_without_pages(engine: Any, *_: Any) -> WeightStorage:
-        return WeightStorage(engine._parameters(), current=engine._parameters)
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in engine._runner.model.named_parameters():
+            if parameter.dim() < 3:
+                tensors[name] = parameter
+                continue
+            with mode.active():  # experts come and go one by one
+                tensors |= {
+                    f"{name}[{place}]": torch.empty_like(parameter[0]) for place in range(len(parameter))
+                }
+            parameter.untyped_storage().resize_(0)
+        return WeightStorage(tensors, current=lambda: tensors)
 
     _register_shapes()
     with (
@@ -57,6 +69,7 @@ def engine_without_values(mode: ShapesOnly, nodes: NodeMap) -> Iterator[None]:
         all_replaced(
             (engine_module, "build_llm", build_with_values),
             (engine_module.VllmEngine, "_make_weights", weights_without_pages),
+            (CPUUnquantizedExperts, "apply", _workspaces),
             (CPUModelRunner, "load_model", in_mode(CPUModelRunner.load_model)),
             (CPUModelRunner, "initialize_kv_cache", in_mode(CPUModelRunner.initialize_kv_cache)),
             (
@@ -69,6 +82,23 @@ def engine_without_values(mode: ShapesOnly, nodes: NodeMap) -> Iterator[None]:
         ),
     ):
         yield
+
+
+def _workspaces(
+    experts: Any,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    weights: Tensor,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """Need the two workspaces of vLLM's Triton experts, [tokens, active experts, ...], and compute nothing."""
+    (num_tokens, num_active), hidden = weights.shape, w2.size(1)
+    widths = max(w2.size(2), hidden), max(w1.size(1), hidden)
+    spaces = [output.new_empty(num_tokens, num_active, width) for width in widths]
+    del spaces
 
 
 @contextmanager

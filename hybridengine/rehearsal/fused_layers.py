@@ -145,5 +145,11 @@ def fused_layers() -> Iterator[None]:
         (GlobalMemoryBuffer, "get_tensor", lambda buffer, size, dtype, *_: torch.empty(size, dtype=dtype)),
         (fused_bias_swiglu, "swiglu", gate),
         (fused_bias_swiglu, "swiglu_back", lambda grad, both: torch.empty_like(both)),
+        (fused_bias_swiglu, "weighted_swiglu", lambda both, weights: gate(both)),
+        (
+            fused_bias_swiglu,
+            "weighted_swiglu_back",
+            lambda grad, both, weights: (torch.empty_like(both), torch.empty_like(weights)),
+        ),
     ):
         yield

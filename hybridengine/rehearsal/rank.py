@@ -31,10 +31,12 @@ from hybridengine.rehearsal.figures import Held, Phase, RankRehearsal
 from hybridengine.rehearsal.fused_layers import fused_layers
 from hybridengine.rehearsal.planned import for_cpu
 from hybridengine.rehearsal.replacing import all_replaced, replaced
+from hybridengine.rehearsal.routing import even_routes
 from hybridengine.rehearsal.shapes_only import ShapesOnly
 from hybridengine.rehearsal.stand_ins import WeightsWithoutValues, longest_rows, write_model_config
 from hybridengine.rehearsal.world import rehearsed_world
 from hybridengine.rows.protocols import PROTO_3D_ALL_MICRO_DP, GroupTopology, RankContext, registered
+from hybridengine.topology.experts import named_expert_groups
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import named_groups
 from hybridengine.topology.links import NodeMap
@@ -82,6 +84,7 @@ class _Rank:
         stack.enter_context(self._storages.resizes_counted())
         if config.cluster.device != "cpu":
             stack.enter_context(fused_layers())
+        stack.enter_context(even_routes())
         stack.enter_context(engine_without_values(self._mode, nodes))
         stack.enter_context(replaced(weights, "SafetensorsFolder", WeightsWithoutValues))
         stack.enter_context(self._host_memory_counted())
@@ -276,7 +279,7 @@ def _group_names(config: RunConfig, holders: list[ModelHolder]) -> Callable[[tup
     """Return a function that names a group by its ranks, after the first grid that has it."""
     names: dict[tuple[int, ...], str] = {}
     for holder in holders:
-        for axis, groups in named_groups(holder.grid):
+        for axis, groups in [*named_groups(holder.grid), *named_expert_groups(holder.grid)]:
             for ranks in groups:
                 names.setdefault(ranks, axis if holder.role == "actor" else f"{axis} of {holder.name}")
         everyone = tuple(range(holder.grid.num_ranks))

@@ -76,6 +76,8 @@ class ShapesOnly(FakeTensorMode):
             return work if len(func._schema.returns) == 1 else (args[0], work)
         if func is torch.ops.aten._local_scalar_dense.default:
             return _number(tensors[0])
+        if func is torch.ops.aten.masked_select.default and not isinstance(args[1], FakeTensor):
+            return tensors[0].new_empty(int(args[1].expand(tensors[0].shape).sum()))
         if func is torch.ops.aten.nonzero.default:  # no flag is set
             return torch.empty(0, tensors[0].dim(), dtype=torch.int64)
         was_inside, self._is_inside = self._is_inside, True

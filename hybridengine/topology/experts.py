@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from hybridengine.topology.grid import Grid, Mesh
+from hybridengine.topology.grid import AXIS_NAMES, Grid, Groups, Mesh, named_groups
 
 EXPERT_AXES = ("ep", "etp")
 """Axes that shard the experts of a stage."""
@@ -43,3 +43,8 @@ class ExpertGrid(Mesh):
 
     def __str__(self) -> str:
         return f"experts of {self.train}"
+
+
+def named_expert_groups(train: Grid) -> list[tuple[str, Groups]]:
+    """Return the name of each axis of the experts with the groups along it; pipeline groups are those of the grid."""
+    return [(name, groups) for name, groups in named_groups(ExpertGrid(train)) if name != AXIS_NAMES["pp"]]

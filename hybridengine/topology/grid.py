@@ -165,7 +165,15 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return "[" + ",".join(map(str, ranks)) + "]"
 
 
-AXIS_NAMES = {"tp": "tensor", "cp": "context", "ep": "expert", "pp": "pipeline", "dp": "data"}
+AXIS_NAMES = {
+    "tp": "tensor",
+    "cp": "context",
+    "etp": "expert tensor",
+    "ep": "expert",
+    "edp": "expert data",
+    "pp": "pipeline",
+    "dp": "data",
+}
 """Axis -> display name, in the order in which groups are listed."""
 
 

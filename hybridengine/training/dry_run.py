@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from hybridengine.config import RunConfig, model_holders, model_shape
+from hybridengine.config import RunConfig, holder_shape, model_holders, model_shape
 from hybridengine.config.algorithm import ServedAlgorithm
 from hybridengine.config.run_config import TRAINED
 from hybridengine.drivers.dataflow import check_functions
@@ -13,6 +13,7 @@ from hybridengine.planning.budget import budget_of, pool_models
 from hybridengine.planning.costs.memory import engine_weight_bytes
 from hybridengine.planning.simulation.bound_prices import price_lines
 from hybridengine.planning.switch.switch_cost import SwitchCost, SwitchPricer
+from hybridengine.topology.experts import named_expert_groups
 from hybridengine.topology.grid import format_groups, named_groups
 from hybridengine.topology.links import NodeMap
 
@@ -125,13 +126,15 @@ def group_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     lines = ["", "groups" + (" (each pool counts its own ranks)" if config.cluster.pools else "")]
     holders = model_holders(config)
     width = max(len("generation"), *(len(holder.name) for holder in holders))
+    wide = len("expert tensor" if model_shape(config).experts else "micro-DP  ")
     for holder in holders:
-        for name, groups in named_groups(holder.grid):
-            lines.append(f"  {holder.name:<{width}} {name:<10} {format_groups(groups)}")
+        experts = named_expert_groups(holder.grid) if holder_shape(config, holder).experts else []
+        for name, groups in [*named_groups(holder.grid), *experts]:
+            lines.append(f"  {holder.name:<{width}} {name:<{wide}} {format_groups(groups)}")
     generation = config.generation_grid
     domain = "micro-DP" if generation.nests else "gather"
     for name, groups in [*named_groups(generation), (domain, cost.groups)]:
-        lines.append(f"  {'generation':<{width}} {name:<10} {format_groups(groups)}")
+        lines.append(f"  {'generation':<{width}} {name:<{wide}} {format_groups(groups)}")
     return [*lines, f"  {cost.num_crossing_domains} of {len(cost.groups)} {domain} groups cross nodes"]
 
 
