@@ -42,7 +42,7 @@ from hybridengine.topology.grid import group_with
 from hybridengine.topology.links import NodeMap
 from hybridengine.weights.digests import digests
 from hybridengine.weights.executor import Verify
-from hybridengine.weights.hybrid_engine import HybridEngine, WeightPush
+from hybridengine.weights.hybrid_engine import HybridEngine, Return, WeightPush
 from hybridengine.weights.link import Link
 from hybridengine.weights.storage import WeightStorage
 from hybridengine.weights.transport import PointToPointTransport
@@ -95,6 +95,7 @@ class ActorWorker(TrainedWorker):
             PointToPointTransport(self.registry.new(groups)),
             verify=Verify(run.actor.verify),
             resume_from=str(folder),
+            back=Return(run.rollout.training_weights) if run.rollout.quantization != "none" else Return.CUT,
         )
         self._peers = Peers(generation, context.rank, run.timeouts.collective_s)
         self._rollouts = EngineRollouts(run, self._engine, stop_token_ids)

@@ -147,6 +147,12 @@ class RolloutSection(Section):
     """Size of the KV cache of one rank."""
     max_num_seqs: Count = 256
     """Maximum number of sequences that an engine runs at once."""
+    quantization: Literal["none", "fp8"] = "none"
+    """Type of the engine's matrices: that of the model, or fp8, with which a rollout is corrected by
+    `algorithm.correction` unless that is null."""
+    training_weights: Literal["kept", "regathered"] = "kept"
+    """With quantization, training weights stay in memory while the engine generates, or are gathered again from the
+    optimizer's master weights."""
     cuda_graphs: bool | None = None
     """Capture CUDA graphs for decoding, by default on GPUs; weights then use vLLM's sleep mode, which allocates them all
     at once."""

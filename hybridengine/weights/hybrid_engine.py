@@ -6,7 +6,8 @@
 A switch moves ownership bucket by bucket: the engine's part of a bucket is gathered within the micro-DP group, then the
 trainer's part is released. Switching back cuts each rank's shard out of its generation weights, without the network.
 Where the layouts do not nest, training parameters that a rank could not restore locally are retained, and the ledger
-reports them as redundant.
+reports them as redundant. No rank can restore any from an engine that has converted them (`WeightStorage.settle`): they
+are all kept, or gathered again from the optimizer's master weights (`Return`).
 
 Source: HybridFlow, arXiv 2409.19256, section 5; here with one copy of the weights instead of two buffers.
 """
@@ -40,6 +41,17 @@ class Mode(str, Enum):
     """A switch failed and its changes could not be undone: the run must load a checkpoint."""
 
 
+class Return(str, Enum):
+    """Where the training weights come from after generation."""
+
+    CUT = "cut"
+    """Cut out of the engine's weights, without the network."""
+    KEPT = "kept"
+    """They stay in memory."""
+    REGATHERED = "regathered"
+    """Released; gathered from the optimizer's master weights, over the replicas."""
+
+
 class TrainingSide(Protocol):
     """The part of a policy that the HybridEngine uses (`backends.policy.Policy`)."""
 
@@ -61,6 +73,11 @@ class TrainingSide(Protocol):
 
     def enter_training(self) -> None:
         """Reallocate the memory released by `leave_training`."""
+
+    def regather(self) -> int:
+        """Allocate the weights and fill them from the optimizer's master weights; return the bytes received. Collective
+        over the replicas."""
+        ...
 
 
 class GenerationSide(Protocol):
@@ -89,6 +106,7 @@ class HybridEngine:
     Args:
         verify: when receivers verify the bits of received weights.
         resume_from: checkpoint to name in an error when weights are lost; the caller keeps it up to date.
+        back: where the training weights come from after generation; `CUT` needs an engine that does not convert weights.
 
     Raises:
         StorageError: the trainer has gradients, beside which the engine has been built.
@@ -104,8 +122,9 @@ class HybridEngine:
         transport: PointToPointTransport,
         verify: Verify = Verify.FIRST,
         resume_from: str = "",
+        back: Return = Return.CUT,
     ) -> None:
-        self.mode = Mode.TRAINING
+        self.mode, self._back = Mode.TRAINING, back
         self.resume_from = resume_from
         self._rank, self._verify = rank, verify
         self._training, self._generation = training, generation
@@ -119,7 +138,13 @@ class HybridEngine:
         self._ledger = StorageLedger({Mode.TRAINING: training.weights, Mode.GENERATING: generation.weights})
         with _agreed(plan, rank, transport.group, verify):
             self._gather = PlanExecutor(
-                plan, rank, training.weights, generation.weights, transport, self._ledger
+                plan,
+                rank,
+                training.weights,
+                generation.weights,
+                transport,
+                self._ledger,
+                release_source=back is not Return.KEPT,
             )
             self._cut = PlanExecutor(
                 inverse_local(plan), rank, generation.weights, training.weights, transport, self._ledger
@@ -151,7 +176,7 @@ class HybridEngine:
             raise
         self._ledger.begin()
         try:
-            self._gather.run(verify=self._verify)
+            self._gather.run(verify=self._verify, after_bucket=self._generation.weights.settle)
         except BaseException as error:
             self._restore_training(error)
             raise
@@ -161,7 +186,7 @@ class HybridEngine:
         return report
 
     def to_train(self) -> SwitchReport:
-        """Switch back to training, using local copies only.
+        """Switch back to training, using local copies only; collective over the replicas where weights are `REGATHERED`.
 
         If it fails half-way (no memory for a bucket or for gradients), no weight is lost: call it again to resume with
         the part that failed.
@@ -172,6 +197,8 @@ class HybridEngine:
             TransferError: a copy differs from its source.
         """
         self._expect(Mode.GENERATING)
+        if self._back is not Return.CUT:
+            return self._drop_engine()
         self._cut.check_fresh(self._cut_buckets)
         self._generation.leave_generation()
         self._ledger.begin()
@@ -189,6 +216,19 @@ class HybridEngine:
         self._cut_buckets = 0
         return report
 
+    def _drop_engine(self) -> SwitchReport:
+        """Switch back to training weights that are kept or regathered."""
+        self._generation.leave_generation()
+        self._ledger.begin()
+        self._generation.weights.release()
+        return_memory_to_system()
+        self._training.enter_training()
+        if self._back is Return.REGATHERED:
+            self._ledger.receive(self._training.regather())
+        report = self._ledger.finish("to_train", Mode.TRAINING, self._training.gradient_bytes)
+        self.mode = Mode.TRAINING
+        return report
+
     @contextlib.contextmanager
     def generating(self) -> Iterator[SwitchReport]:
         """Return a context manager for generation mode, which yields the report of the switch."""
@@ -203,7 +243,10 @@ class HybridEngine:
         """Undo a failed switch in reverse, which at no bucket needs more memory than the switch did."""
         try:
             self._gather.drop_unfinished()
-            self._cut.run(len(self.plan.buckets) - self._gather.num_complete)
+            if self._back is Return.CUT:
+                self._cut.run(len(self.plan.buckets) - self._gather.num_complete)
+            elif self._back is Return.REGATHERED and self._gather.num_complete:
+                raise StorageError("replicas that have not failed would not gather them again")
         except BaseException as second:
             self.mode = Mode.LOST
             if not isinstance(second, Exception):  # an interrupt
@@ -249,7 +292,7 @@ class WeightPush:
     ) -> None:
         self._ledger = StorageLedger({"policy": source, "engine": destination})
         self._executor: PlanExecutor | None = None
-        self._group, self._verify = transport.group, verify
+        self._group, self._verify, self._destination = transport.group, verify, destination
         with _agreed(plan, rank, transport.group, verify):
             self._executor = PlanExecutor(
                 plan, rank, source, destination, transport, self._ledger, release_source=False
@@ -271,7 +314,7 @@ class WeightPush:
         self._executor.check_fresh()
         self._ledger.begin()
         try:
-            self._executor.run(verify=self._verify)
+            self._executor.run(verify=self._verify, after_bucket=self._destination.settle)
         except BaseException as error:
             for part in _chain(error):
                 traceback.clear_frames(part.__traceback__)  # which hold messages, and so the group

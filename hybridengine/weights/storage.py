@@ -106,6 +106,9 @@ class WeightStorage:
             if name not in current or _binding(current[name]) != bound
         ]
 
+    def settle(self, names: Iterable[str]) -> None:
+        """Be told that parameters have been filled, which a subclass may then convert."""
+
     def part(self, names: Iterable[str], zero: Iterable[str] = ()) -> StoragePart:
         """Return the storages of `names`; those in `zero`, and owners with padding, are zero-filled when allocated."""
         names, zero = tuple(names), set(zero)

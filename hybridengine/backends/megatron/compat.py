@@ -259,6 +259,23 @@ def optimizer_parts(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> d
     return found
 
 
+def weights_from_masters(optimizer: Any, replicated: Iterable[Any]) -> int:
+    """Fill the weights from the master weights of all replicas; return the bytes that this rank receives."""
+    for one in plain_optimizers(optimizer):
+        one._copy_main_params_to_model_params()
+    received = 0
+    for module in replicated:
+        module.start_param_sync()
+        for buffer in buffers([module]):
+            num_replicas = buffer.data_parallel_world_size
+            received += (
+                sum(bucket.param_data.nbytes for bucket in buffer.buckets)
+                * (num_replicas - 1)
+                // num_replicas
+            )
+    return received
+
+
 def adam_steps(optimizer: Any) -> int:
     """Return the number of steps that Adam has taken, as used in its bias correction."""
     counts = {0}

@@ -277,6 +277,15 @@ class MegatronTrainer(MegatronModel):
         if self._offload is not None:
             self._offload.to_device()
 
+    def regather(self) -> int:
+        """Allocate the weights and fill them from the optimizer's master weights; return the bytes received.
+
+        Collective over the replicas.
+        """
+        self.weights.materialise()
+        with device_shim():
+            return compat.weights_from_masters(self._optimizer, self._replicated)
+
     @property
     def gradient_bytes(self) -> int:
         """Bytes currently owned by the gradient buffers."""

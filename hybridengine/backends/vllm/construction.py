@@ -8,17 +8,26 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from hybridengine.backends.vllm.plain_weights import keep_plain_weights
+from hybridengine.backends.vllm.quantized import BLOCK
 from hybridengine.config import RunConfig
 from hybridengine.topology.generation import GenerationGrid
 
 MAX_BATCHED_TOKENS = 8192
 """Largest number of prompt tokens in a forward pass, which needs memory for each."""
+FP8 = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+    }
+}
+"""What the config.json of a checkpoint in FP8 has more: vLLM then makes matrices in FP8 with scales of their blocks."""
 MEMORY_SHARE = 0.01
 """Share of the device that vLLM demands to be free at its start, although the KV cache has a size of its own."""
 
@@ -37,6 +46,8 @@ class EngineSettings:
     seed: int = 0
     cuda_graphs: bool | None = None
     """Capture CUDA graphs, by default on a GPU; weights then use vLLM's sleep mode, since their addresses are fixed."""
+    quantization: Literal["none", "fp8"] = "none"
+    """Type of the matrices of all layers: that of the model, or FP8 with a scale for each block."""
     tokenizer: str | None = None
     """Tokenizer folder, required for stop strings; None for an engine that only handles tokens."""
 
@@ -50,6 +61,7 @@ class EngineSettings:
             dtype=run.model.dtype,
             seed=run.run.seed,
             cuda_graphs=run.rollout.cuda_graphs,
+            quantization=run.rollout.quantization,
             tokenizer=tokenizer,
         )
 
@@ -76,8 +88,10 @@ def build_llm(
         tensor_parallel_size=generation.sizes.tp_size,
         pipeline_parallel_size=generation.sizes.pp_size,
         enable_expert_parallel=generation.sizes.expert_parts > 1,
-        # Other kernels for GPUs put experts into an order of their own, which a switch could not fill.
+        # Other kernels for GPUs put experts and scales into an order of their own, which a switch could not fill.
         moe_backend="triton" if on_gpu else "auto",
+        linear_backend="triton" if on_gpu and settings.quantization == "fp8" else "auto",
+        hf_overrides=FP8 if settings.quantization == "fp8" else {},
         distributed_executor_backend="external_launcher",
         enforce_eager=not settings.cuda_graphs,
         enable_sleep_mode=bool(settings.cuda_graphs),

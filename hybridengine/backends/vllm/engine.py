@@ -24,6 +24,7 @@ from hybridengine.backends.vllm.construction import (
 )
 from hybridengine.backends.vllm.groups import install_groups
 from hybridengine.backends.vllm.host_segments import HostSegments
+from hybridengine.backends.vllm.quantized import QuantizedWeights
 from hybridengine.backends.vllm.requests import RunningRequests
 from hybridengine.backends.vllm.sleeping import CuMemSegments, SleepingWeights
 from hybridengine.errors import DataError, StorageError
@@ -66,6 +67,8 @@ class VllmEngine:
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         prepare_pipeline(self._runner, generation)
         self.weights = self._make_weights(on_gpu and bool(settings.cuda_graphs), on_gpu)
+        if settings.quantization != "none":
+            self.weights = QuantizedWeights(self.weights, self._runner.model_config.dtype)
         self.version = 0
         """Version of the weights that produce the next tokens."""
         self._caches = _cache_storages(self._runner.kv_caches)

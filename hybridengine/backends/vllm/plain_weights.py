@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridengine.backends.vllm.quantized import BLOCK, dequantize
+
 
 def keep_plain_weights() -> None:
     """Prevent vLLM's layers on a CPU from repacking their weights."""
@@ -22,12 +24,36 @@ def keep_plain_weights() -> None:
         layer.cpu_linear = F.linear
 
     utils.dispatch_cpu_unquantized_gemm = plain_linear
+    _use_plain_fp8()
     for name, method in {
         "process_weights_after_loading": lambda experts, layer: None,
         "_supports_grouped_gemm": staticmethod(lambda config: (True, None)),
         "apply": _apply,
     }.items():
         setattr(CPUUnquantizedExperts, name, method)
+
+
+def _use_plain_fp8() -> None:
+    """Let vLLM compute with matrices in FP8 as its kernels for GPUs do; its own for CPUs repack them, and need AMX."""
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms.interface import PlatformEnum
+
+    base: Any = linear.Fp8BlockScaledMMLinearKernel
+
+    class PlainFp8(base):
+        @classmethod
+        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+            return True, None
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            """Leave the weights as they are."""
+
+        def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
+            """Multiply tokens in FP8 [tokens, K], with a scale for each 128 elements, by a matrix in FP8 blocks."""
+            tokens = A.float() * As.repeat_interleave(BLOCK, -1)[:, : A.size(1)]
+            return F.linear(tokens, dequantize(B, Bs))
+
+    linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [PlainFp8]
 
 
 def _apply(
