@@ -12,7 +12,7 @@ from hybridengine.config.run_config import SCORERS, TRAINED, ModelHolder, RunCon
 from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.models.checkpoint_files import checkpoint_problems
 from hybridengine.models.presets import resolve_model
-from hybridengine.models.shapes import ModelShape
+from hybridengine.models.shapes import FP8_BLOCK, ModelShape
 from hybridengine.topology.fitting import gen_problems, train_problems
 from hybridengine.topology.sizes import GenSizes
 
@@ -39,6 +39,7 @@ def model_conflicts(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
             own = config.generation.parallel
             yield from _engines(config, actor, "generation.parallel", own, own.tp_size, own.pp_size)
         yield from _cpu_engines(config, actor)
+        yield from _quantized(config, actor)
 
 
 def _fp8(config: RunConfig, holder: ModelHolder) -> Iterator[Conflict]:
@@ -56,6 +57,45 @@ def _fp8(config: RunConfig, holder: ModelHolder) -> Iterator[Conflict]:
             f" {key}=none",
             (key, "model.dtype"),
         )
+
+
+def _quantized(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
+    """Yield the violated rules of engines in FP8."""
+    rollout, key = config.rollout, "rollout.quantization"
+    if rollout.quantization == "none":
+        if rollout.training_weights != "kept":
+            yield Conflict(
+                f"rollout.training_weights={rollout.training_weights} is not read with {key}=none, which cuts training"
+                " weights out of the engine's; leave it out, or choose a quantization",
+                ("rollout.training_weights", key),
+            )
+        return
+    if shape.experts:
+        yield Conflict(
+            f"{key}={rollout.quantization} is for dense models, and {shape.family} has experts; set {key}=none",
+            (key,),
+        )
+        return
+    if config.model.dtype != "bfloat16":
+        yield Conflict(
+            f"{key}={rollout.quantization} needs a model in bfloat16, and model.dtype={config.model.dtype}; set"
+            f" model.dtype=bfloat16, or {key}=none",
+            (key, "model.dtype"),
+        )
+    sizes_key = "generation.parallel" if config.engines else "actor.generate"
+    t_g = (config.generation.parallel if config.engines else config.actor.generate).tp_size
+    rows = {
+        "num_heads·head_dim": shape.q_size // t_g,
+        "num_kv_heads·head_dim": max(shape.kv_size // t_g, shape.head_dim),
+        "ffn_hidden_size": shape.ffn_hidden_size // t_g,
+    }
+    for name, count in rows.items():
+        if count % FP8_BLOCK:
+            yield Conflict(
+                f"{key}={rollout.quantization} has a scale for each block of {FP8_BLOCK} rows, and {sizes_key} with"
+                f" t_g={t_g} leaves {count} of {name} on a rank; choose another t_g, or {key}=none",
+                (key, sizes_key),
+            )
 
 
 def model_shape(config: RunConfig) -> ModelShape:

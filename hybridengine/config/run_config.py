@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from hybridengine.config.algorithm import ChosenAlgorithm, Role
+from hybridengine.config.algorithm import ChosenAlgorithm, CorrectionSection, Role
 from hybridengine.config.reward_sections import RewardSection, scorer_key
 from hybridengine.config.role_sections import ActorSection, CriticSection, MegatronSettings, ReferenceSection
 from hybridengine.config.sections import (
@@ -82,6 +82,19 @@ class RunConfig(Section):
     resume: PathText = "never"
     """Checkpoint to start from: `auto` resumes from the newest complete checkpoint in the run's folder, if any; `never`
     starts in a new folder; a checkpoint folder starts from that checkpoint."""
+
+    @model_validator(mode="after")
+    def _corrected(self) -> RunConfig:
+        """Correct the rollouts of an engine in another type, unless the algorithm says otherwise."""
+        algorithm = self.algorithm
+        if (
+            self.rollout.quantization == "none"
+            or "correction" in algorithm.model_fields_set
+            or algorithm.uncorrected
+        ):
+            return self
+        corrected = algorithm.model_copy(update={"correction": CorrectionSection()})
+        return self.model_copy(update={"algorithm": corrected})
 
     def described(self) -> dict[str, Any]:
         """Return the configuration as plain values without secrets, for writing and sending."""

@@ -37,6 +37,9 @@ SCORE_HEAD = "score.weight"
 VOCAB_MULTIPLE = 64
 """Multiple to which vLLM pads vocabularies; Megatron's padding uses it too, so that shards nest."""
 
+FP8_BLOCK = 128
+"""Rows and columns of a block of a matrix in FP8, which has one scale (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)."""
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -27,6 +27,7 @@ from hybridengine.planning.costs.memory import (
     ModelMemory,
     StateBytes,
     engine_weight_bytes,
+    generation_bytes,
     model_memory,
 )
 from hybridengine.planning.switch.switch_cost import SwitchCost
@@ -86,19 +87,41 @@ class Budget:
         )
 
 
-class _Weights(NamedTuple):
-    """Bytes of the actor's weights of a rank in the switch."""
+class SwitchedWeights(NamedTuple):
+    """Bytes of the actor's weights of a rank in the switch and after it."""
 
     gen_shard: int
     redundant: int
     peak: int
+    received_back: int
+    """Received on the way back to training."""
 
 
-def _weights_of(cost: SwitchCost, rank: int | None) -> _Weights:
+def switched_weights(config: RunConfig, cost: SwitchCost, rank: int | None = None) -> SwitchedWeights:
+    """Return the weights of a rank, by default the largest number of each of any rank."""
+    if config.rollout.quantization != "none":
+        return _quantized_weights(config, cost)
     if rank is None:
-        return _Weights(cost.gen_shard_bytes_max, cost.redundant_bytes_max, cost.peak_weight_bytes_max)
+        return SwitchedWeights(
+            cost.gen_shard_bytes_max, cost.redundant_bytes_max, cost.peak_weight_bytes_max, 0
+        )
     there, back = cost.of_rank(rank)
-    return _Weights(there.destination_bytes, there.redundant_bytes, max(there.peak_bytes, back.peak_bytes))
+    peak = max(there.peak_bytes, back.peak_bytes)
+    return SwitchedWeights(there.destination_bytes, there.redundant_bytes, peak, 0)
+
+
+def _quantized_weights(config: RunConfig, cost: SwitchCost) -> SwitchedWeights:
+    """Return the weights of the fullest rank with an engine in FP8, whose matrices arrive in the model's type."""
+    sizes, gen, train = config.actor.parallel, config.actor.generate, cost.train_shard_bytes_max
+    shard = generation_bytes(
+        model_shape(config), sizes.pp_size, gen, config.model.dtype, config.rollout.quantization
+    )
+    in_flight = cost.bucket_bytes_max * 3 // 2  # what arrives, and what it becomes
+    if config.rollout.training_weights == "kept":
+        return SwitchedWeights(shard, train, train + shard + in_flight, 0)
+    num_replicas = sizes.dp_size * sizes.cp_size
+    received = train * (num_replicas - 1) // num_replicas
+    return SwitchedWeights(shard, 0, max(shard, train) + in_flight, received)
 
 
 def budget_of(
@@ -115,7 +138,8 @@ def budget_of(
         phases, offloaded, saved = _engine_phases(config), 0, 0
     else:
         models = pool_models(config, pool, rank)
-        phases = _phases(config, pool, models, _weights_of(cost, rank) if pool == MAIN_POOL else None)
+        weights = switched_weights(config, cost, rank) if pool == MAIN_POOL else None
+        phases = _phases(config, pool, models, weights)
         offloaded, saved = _offloaded_bytes(models), _save_bytes(config, models)
     return Budget(
         pool,
@@ -161,7 +185,7 @@ def _engine_phases(config: RunConfig) -> dict[str, int]:
 
 
 def _phases(
-    config: RunConfig, pool: str, models: list[HeldModel], weights: _Weights | None
+    config: RunConfig, pool: str, models: list[HeldModel], weights: SwitchedWeights | None
 ) -> dict[str, int]:
     """Return the bytes by phase; `weights` are those of the actor, if it is in this pool."""
     states = [_states(config, model) for model in models]

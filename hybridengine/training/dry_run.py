@@ -9,8 +9,8 @@ from hybridengine.config.algorithm import ServedAlgorithm
 from hybridengine.config.run_config import TRAINED
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.formatting import format_bytes
-from hybridengine.planning.budget import budget_of, pool_models
-from hybridengine.planning.costs.memory import engine_weight_bytes
+from hybridengine.planning.budget import budget_of, pool_models, switched_weights
+from hybridengine.planning.costs.memory import engine_weight_bytes, generation_bytes
 from hybridengine.planning.simulation.bound_prices import price_lines
 from hybridengine.planning.switch.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.topology.experts import named_expert_groups
@@ -37,6 +37,8 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     shape = model_shape(config)
     generation = config.generation_grid
     total = shape.weight_bytes(config.model.dtype)
+    weights, quantization = switched_weights(config, cost), config.rollout.quantization
+    quantized = f" in {quantization}" if quantization != "none" else ""
     return [
         f"model: {shape.family}, {shape.num_layers} layers, {shape.num_parameters:,} parameters,"
         f" {format_bytes(total)} in {config.model.dtype}",
@@ -52,9 +54,9 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
         *_draws_lines(config),
         f"switch: each rank receives at most {format_bytes(cost.received_bytes_max)}"
         f" ({cost.received_bytes_max / total:.1%} of the model), peak"
-        f" {format_bytes(cost.peak_weight_bytes_max)} of weights (training shard"
-        f" {format_bytes(cost.train_shard_bytes_max)}, generation shard {format_bytes(cost.gen_shard_bytes_max)}),"
-        f" redundant {format_bytes(cost.redundant_bytes_max)}; back: 0 B received",
+        f" {format_bytes(weights.peak)} of weights (training shard {format_bytes(cost.train_shard_bytes_max)}, generation"
+        f" shard {format_bytes(weights.gen_shard)}{quantized}), redundant {format_bytes(weights.redundant)}; back:"
+        f" {format_bytes(weights.received_back)} received",
     ]
 
 
@@ -113,7 +115,7 @@ def _engine_lines(config: RunConfig) -> list[str]:
         else "generation waits for the bound alone: no trained token is older than"
         f" max_versions={bound.max_versions} (bound: {bound.bound})"
     )
-    received = format_bytes(engine_weight_bytes(config))
+    received = format_bytes(generation_bytes(model_shape(config), gen.pp_size, gen, config.model.dtype))
     return [
         f"engines: {len(config.engines)} of {gen} (p_g-t_g) in pool {name}{across}; {purpose}",
         f"push: each of their ranks receives its {received} of weights with each version, in buckets of at most"

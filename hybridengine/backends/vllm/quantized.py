@@ -1,6 +1,6 @@
 """Weights of an engine in FP8, made of those that a switch brings in the model's type.
 
-A matrix in FP8 (E4M3) has a float32 scale for each block of `BLOCK` rows and columns, as vLLM's `fp8` method reads them.
+A matrix in FP8 (E4M3) has a float32 scale for each block of 128 rows and columns, as vLLM's `fp8` method reads them.
 It arrives in the model's type, in memory that lasts as long as its bucket, and is converted when it is complete.
 
 Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.2.
@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridengine.models.shapes import FP8_BLOCK as BLOCK
 from hybridengine.weights.storage import StoragePart, WeightStorage
 
-BLOCK = 128
 STRIP = 8 * BLOCK
 """Rows that are converted at a time."""
 SCALE = "_scale_inv"

@@ -11,8 +11,8 @@ from hybridengine.config import RunConfig, holder_shape, model_holders, model_sh
 from hybridengine.config.role_sections import MegatronSettings
 from hybridengine.config.run_config import TRAINED
 from hybridengine.families.family import NameSet, is_of_expert
-from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
-from hybridengine.reshard.layout import Shard
+from hybridengine.models.shapes import DTYPE_BYTES, FP8_BLOCK, ModelShape
+from hybridengine.reshard.layout import LocalParameter, Shard
 from hybridengine.reshard.megatron import megatron_shard
 from hybridengine.reshard.vllm import vllm_shard
 from hybridengine.topology.sizes import GenSizes, TrainSizes
@@ -62,6 +62,26 @@ def generation_holding(shape: ModelShape, train_pp_size: int, gen: GenSizes) -> 
     """Return the parameters of an engine's rank at `gen`, given `train_pp_size` training stages."""
     stages = shape.gen_stage_layers(train_pp_size, gen.pp_size)
     return _most(vllm_shard(shape, stages, stage, 0, gen) for stage in _busy_stages(gen.pp_size))
+
+
+@lru_cache(maxsize=4096)
+def generation_bytes(
+    shape: ModelShape, train_pp_size: int, gen: GenSizes, dtype: str, quantization: str = "none"
+) -> int:
+    """Return the bytes of weights on the fullest rank of an engine at `gen`, given `train_pp_size` training stages.
+
+    Quantized matrices of layers have one byte for an element, and a float32 scale for each block.
+    """
+    stages = shape.gen_stage_layers(train_pp_size, gen.pp_size)
+
+    def num_bytes(parameter: LocalParameter) -> int:
+        if quantization == "none" or not parameter.name.endswith("_proj.weight"):
+            return parameter.num_elements * DTYPE_BYTES[dtype]
+        rows, columns = parameter.shape
+        return rows * columns + 4 * (-(-rows // FP8_BLOCK)) * (-(-columns // FP8_BLOCK))
+
+    shards = (vllm_shard(shape, stages, stage, 0, gen) for stage in _busy_stages(gen.pp_size))
+    return max(sum(map(num_bytes, shard.parameters)) for shard in shards)
 
 
 def _busy_stages(pp_size: int) -> tuple[int, ...]:
@@ -149,8 +169,9 @@ def model_memory(
 def engine_weight_bytes(config: RunConfig) -> int:
     """Return the bytes of weights on the fullest rank of an engine on a pool of its own."""
     gen = config.generation.parallel
-    held = generation_holding(model_shape(config), gen.pp_size, gen)
-    return held.num_elements * DTYPE_BYTES[config.model.dtype]
+    return generation_bytes(
+        model_shape(config), gen.pp_size, gen, config.model.dtype, config.rollout.quantization
+    )
 
 
 def optimizer_weight_bytes(dtype: str) -> int:
