@@ -116,7 +116,7 @@ def _quantized_weights(config: RunConfig, cost: SwitchCost) -> SwitchedWeights:
     shard = generation_bytes(
         model_shape(config), sizes.pp_size, gen, config.model.dtype, config.rollout.quantization
     )
-    in_flight = cost.bucket_bytes_max * 3 // 2  # what arrives, and what it becomes
+    in_flight = int(1.51 * cost.bucket_bytes_max)  # what arrives, and what it becomes, with scales
     if config.rollout.training_weights == "kept":
         return SwitchedWeights(shard, train, train + shard + in_flight, 0)
     num_replicas = sizes.dp_size * sizes.cp_size

@@ -74,6 +74,9 @@ class TrainingSide(Protocol):
     def enter_training(self) -> None:
         """Reallocate the memory released by `leave_training`."""
 
+    def expect_masters(self) -> None:
+        """Raise StorageError if `regather` would fail: without an optimizer, or without weights of its own."""
+
     def regather(self) -> int:
         """Allocate the weights and fill them from the optimizer's master weights; return the bytes received. Collective
         over the replicas."""
@@ -169,8 +172,10 @@ class HybridEngine:
         self._expect(Mode.TRAINING)
         self._gather.check_fresh()
         try:
+            if self._back is Return.REGATHERED:
+                self._training.expect_masters()
             self._training.leave_training()
-        except BaseException as error:  # no memory to offload to: no weight has moved yet
+        except BaseException as error:  # no masters, no memory to offload to: no weight has moved yet
             self._gather.refuse("leaving training", error)
             self._training.enter_training()
             raise

@@ -277,6 +277,17 @@ class MegatronTrainer(MegatronModel):
         if self._offload is not None:
             self._offload.to_device()
 
+    def expect_masters(self) -> None:
+        """Raise StorageError if `regather` would fail: without an optimizer, or in float32 without masters."""
+        if self._optimizer is None or self.dtype == "float32":
+            reason = (
+                "its optimizer has not started" if self._optimizer is None else "its weights are in float32"
+            )
+            raise StorageError(
+                f"the trainer has no master weights to gather again, since {reason}; keep its weights (Return.KEPT), or"
+                " start the optimizer of a model in bfloat16 first"
+            )
+
     def regather(self) -> int:
         """Allocate the weights and fill them from the optimizer's master weights; return the bytes received.
 
