@@ -100,7 +100,7 @@ def expected_log_probs(folder: Path, prompt: list[int], tokens: list[int], *, is
     """Return transformers' log-probs of tokens that follow a prompt."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     for name, module in list(model.named_modules()):
-        if is_rounded and name.endswith("_proj"):
+        if is_rounded and isinstance(module, nn.Linear) and name.endswith("_proj"):
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, RoundedLinear(module))
     with torch.no_grad():
