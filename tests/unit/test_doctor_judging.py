@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,7 +13,6 @@ from hybridengine.doctor.examination import ranks_on_nodes
 from hybridengine.doctor.findings import Finding, Level, Subject, merged, problem, warning
 from hybridengine.doctor.judging import (
     RunNeeds,
-    judge_budgets,
     judge_clocks,
     judge_dashboard,
     judge_devices,
@@ -149,7 +148,7 @@ def test_gpus_that_differ_are_told() -> None:
     ("node", "ranks", "expected"),
     [
         (ON_CPU, 12, []),
-        (ON_CPU, 13, ["problem: 60.0 GiB of 64.0 GiB available; the run takes about 65.0 GiB there"]),
+        (ON_CPU, 14, ["problem: 60.0 GiB of 64.0 GiB available; the run takes about 62.2 GiB there"]),
         (
             replace(ON_CPU, shared_memory_bytes=64 * 2**20),
             0,
@@ -159,7 +158,12 @@ def test_gpus_that_differ_are_told() -> None:
     ],
 )
 def test_memory(node: NodeFacts, ranks: int, expected: list[str]) -> None:
-    assert told(judge_memory([node], {node.node: ranks * 5 * GIB})) == expected
+    """Ranks of 4 GiB, and 0.44 GiB for the process of each."""
+    needs = RunNeeds(
+        "/runs", budgets={False: {"main": [budget("main", rank, load=4 * GIB) for rank in range(ranks)]}}
+    )
+    places = {"main": [node.node] * ranks} if ranks else {}
+    assert told(judge_memory([node], needs, places, use_gpus=False)) == expected
 
 
 FOLDER = FolderFacts(free_bytes=100 * GIB, write_s=TRIAL_BYTES / 2**30)
@@ -218,29 +222,54 @@ def test_how_long_a_checkpoint_takes() -> None:
     assert found.text.endswith("; a checkpoint (20.0 GiB) takes about 10.0 s")
 
 
-def test_the_memory_of_a_rank() -> None:
-    needs = RunNeeds("/runs", gpu_rank_bytes=GIB, model_bytes=4 * GIB)
-    assert (needs.rank_bytes(on_gpus=True), needs.rank_bytes(on_gpus=False)) == (GIB, 5 * GIB)
+def budget(pool: str, rank: int, **phases: int) -> Budget:
+    return Budget(pool, rank, phases, 2 * GIB, 0, {"switch": "do one, do two, do three"}.__getitem__)
 
 
-def test_a_budget_is_held_against_the_smallest_gpu() -> None:
+def memory(facts: Sequence[NodeFacts], places: dict[str, list[str]], *, use_gpus: bool) -> list[Finding]:
+    """Return the findings of ranks of 30, 42 and 20 GiB, on a GPU or in host memory."""
+    ranks = {
+        name: [
+            budget(name, rank, start=30 * GIB, switch=42 * GIB, save=20 * GIB) for rank, _ in enumerate(nodes)
+        ]
+        for name, nodes in places.items()
+    }
+    needs = RunNeeds("/runs", budgets={use_gpus: ranks})
+    return [
+        one for one in judge_memory(facts, needs, places, use_gpus=use_gpus) if "available" not in one.text
+    ]
+
+
+def test_each_rank_is_held_against_the_smallest_gpu_of_its_node() -> None:
     """There is no GPU: the nodes' answers are given."""
-    small = replace(ON_GPU, node="10.0.0.2", gpus=(H100, Gpu("A100", 39 * GIB, 40 * GIB)))
-    bytes_of = {"start": 30 * GIB, "switch": 42 * GIB, "save": 20 * GIB}
-    budget = Budget("main", None, bytes_of, 0, 0, {"switch": "do one, do two, do three"})
-    (finding,) = judge_budgets([ON_GPU, ON_CPU], [budget])
+    on_gpu = replace(ON_GPU, total_bytes=64 * GIB)
+    small = replace(on_gpu, node="10.0.0.2", gpus=(H100, Gpu("A100", 39 * GIB, 40 * GIB)))
+    (finding,) = memory([on_gpu, small], {"main": [on_gpu.node]}, use_gpus=True)
     assert (finding.level, finding.subject) == (Level.OK, Subject.MEMORY)
     assert finding.text == "a rank of pool main needs up to 42.0 GiB of a GPU (phase 'switch')"
-    (finding,) = judge_budgets([ON_GPU, small], [budget])
-    assert (finding.level, finding.nodes, finding.remedy) == (
-        Level.PROBLEM,
-        ("10.0.0.2",),
-        "do one, do two, do three",
-    )
+    (finding,) = memory([on_gpu, small], {"main": [on_gpu.node, small.node]}, use_gpus=True)
+    assert (finding.level, finding.remedy) == (Level.PROBLEM, "do one, do two, do three")
     assert finding.text == (
-        "phase 'switch' of pool main needs 42.0 GiB on its fullest rank, and the device has 40.0 GiB: 2.1 GB are missing"
+        "phase 'switch' of pool main needs 42.0 GiB on rank 1, and its GPU on node 10.0.0.2 has 40.0 GiB: 2.1 GB are"
+        " missing"
     )
-    assert list(judge_budgets([ON_CPU], [budget])) == []
+
+
+def test_ranks_without_gpus_share_the_memory_of_their_node() -> None:
+    one, other = (replace(ON_CPU, node=name, total_bytes=90 * GIB, available_bytes=80 * GIB) for name in "ab")
+    (finding,) = memory([one, other], {"main": ["a", "a", "b"]}, use_gpus=False)
+    assert finding.level == Level.OK
+    (finding,) = memory([one, other], {"main": ["a", "a", "b"], "critic": ["a"]}, use_gpus=False)
+    assert finding.level == Level.PROBLEM and "its 2 rank(s) on node a" in finding.text
+
+
+def test_what_a_run_takes_is_told_beside_what_is_available() -> None:
+    node = replace(ON_CPU, node="a", total_bytes=90 * GIB, available_bytes=80 * GIB)
+    ranks = [budget("main", rank, switch=42 * GIB) for rank in range(2)]
+    needs = RunNeeds("/runs", budgets={False: {"main": ranks}})
+    first, *_ = judge_memory([node], needs, {"main": ["a", "a"]}, use_gpus=False)
+    assert first.level == Level.PROBLEM
+    assert first.text == "80.0 GiB of 90.0 GiB available; the run takes about 84.9 GiB there"
 
 
 @pytest.mark.parametrize(
@@ -293,11 +322,12 @@ def test_the_same_finding_of_several_nodes_is_told_once() -> None:
 
 def test_ranks_go_to_nodes_as_runs_place_them() -> None:
     offers = [NodeOffer("a", 4, 0), NodeOffer("b", 8, 0)]
-    assert ranks_on_nodes([(4, 4), (2,)], offers, False) == ({"a": 4, "b": 6}, [])
-    assert ranks_on_nodes([], offers, False) == ({"a": 0, "b": 0}, [])
-    _, misfits = ranks_on_nodes([(4, 4), (6,)], offers, False)
+    places, misfits = ranks_on_nodes({"main": (4, 4), "critic": (2,)}, offers, False)
+    assert places == {"main": ["a"] * 4 + ["b"] * 4, "critic": ["b"] * 2} and not misfits
+    assert ranks_on_nodes({}, offers, False) == ({}, [])
+    _, misfits = ranks_on_nodes({"main": (4, 4), "critic": (6,)}, offers, False)
     assert misfits[0].startswith("ranks_per_node=[6] finds no room beside the ranks of the other pools; ")
-    _, misfits = ranks_on_nodes([(9,)], offers, False)
+    _, misfits = ranks_on_nodes({"main": (9,)}, offers, False)
     assert misfits[0].startswith("ranks_per_node=[9] needs 9 ranks on 1 nodes")
 
 
