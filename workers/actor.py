@@ -107,6 +107,7 @@ class ActorWorker(TrainedWorker):
     def start_training(self) -> None:
         """Start the RL optimizer on the current weights."""
         self.start_optimizer()
+        self.trainer.leave_training()
 
     @register(ONE_TO_ALL)
     def start_supervised(self, lr: float, steps: int) -> None:

@@ -47,11 +47,6 @@ class CriticWorker(TrainedWorker):
             count = mask.sum()
             return total.loss_sum, count.int(), (total.stats, int(count))
 
-        # Between updates, gradients and (if configured) optimizer state release their memory.
-        self.trainer.enter_training()
-        try:
-            metrics = self.update_rows(batch, ["values", "returns"], loss, version=version)
-        finally:
-            self.trainer.leave_training()
+        metrics = self.update_rows(batch, ["values", "returns"], loss, version=version)
         role = self.context.role  # a run may have two critics
         return {f"{role}/{name.partition('/')[2]}": value for name, value in metrics.items()}

@@ -152,19 +152,23 @@ class TrainedWorker(ModelWorker):
         `loss` collects a `LossStats` and the number of tokens of each micro-batch. Rows that are not kept have an empty
         mask. `unit` is the number of consecutive rows that stay together (see `check_units`). `version` is that of the
         weights that are trained, in an asynchronous dataflow; raises StalenessError for rows that it may not train.
+        Between updates, gradients and (if configured) optimizer state release their memory.
         """
         self.check_units(len(batch), unit)
         check_ages(batch, version, self.run.staleness.max_versions)
         self._updates += 1
         collected, steps = list[tuple[LossStats, int]](), list[StepResult]()
         numbers = batch[ROW_NUMBERS] if ROW_NUMBERS in batch.keys() else torch.arange(len(batch))  # noqa: SIM118
-        for epoch in range(self.section.ppo_epochs):
-            seed = (self.run.run.seed * 1_000_003 + self._updates) * 1_009 + epoch
-            # Each mini-batch is a collective: all replicas have the same number, even if their numbers of rows differ.
-            for rows in draw_mini_batches(numbers, self.section.mini_batches, unit, seed):
-                micro = cut_rows(batch[rows], self.max_tokens, columns, unit)
-                steps.append(self.train_step([part.columns for part in micro], loss))
-                collected += steps[-1].collected
+        try:
+            for epoch in range(self.section.ppo_epochs):
+                seed = (self.run.run.seed * 1_000_003 + self._updates) * 1_009 + epoch
+                # Each mini-batch is a collective: all replicas have as many, even if their numbers of rows differ.
+                for rows in draw_mini_batches(numbers, self.section.mini_batches, unit, seed):
+                    micro = cut_rows(batch[rows], self.max_tokens, columns, unit)
+                    steps.append(self.train_step([part.columns for part in micro], loss))
+                    collected += steps[-1].collected
+        finally:
+            self.trainer.leave_training()
         if not self.model.is_last_stage:
             return {}
         role, norms = self.context.role, [step.grad_norm for step in steps if not step.skipped]

@@ -202,10 +202,14 @@ def _phases(config: RunConfig, models: list[HeldModel], weights: SwitchedWeights
 def _load(models: list[HeldModel], states: list[StateBytes]) -> int:
     """Return the peak while models are built: each has its weights twice until Megatron's buffers replace its own."""
     held = peak = 0
-    for (_, _, memory), state in zip(models, states, strict=True):
+    for (holder, _, memory), state in zip(models, states, strict=True):
         copies = 2 if memory.gradients_bytes else 1
         peak = max(peak, held + copies * memory.weights_bytes + memory.gradients_bytes)
-        held += state.idle - memory.fp8_bytes
+        # The actor may have trained before the others are built, in a supervised warm-up.
+        if holder.role == "actor":
+            held += memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+        else:
+            held += state.idle - memory.fp8_bytes
         peak = max(peak, held)
     return peak
 

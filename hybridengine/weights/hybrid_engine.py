@@ -71,9 +71,6 @@ class TrainingSide(Protocol):
     def leave_training(self) -> None:
         """Release what only training needs: gradients without a pending step, and offloaded optimizer state."""
 
-    def enter_training(self) -> None:
-        """Reallocate the memory released by `leave_training`."""
-
     def expect_masters(self) -> None:
         """Raise StorageError if `regather` would fail: without an optimizer, or without weights of its own."""
 
@@ -104,7 +101,7 @@ class HybridEngine:
     """Switches one rank together with all ranks of the plan's domain; begins in training mode and empties the engine.
 
     Both sides have weights until the engine is emptied, so that nothing else may be held when it is built: the trainer
-    leaves training before that, and enters it here.
+    leaves training before that.
 
     Args:
         verify: when receivers verify the bits of received weights.
@@ -135,8 +132,7 @@ class HybridEngine:
         if training.gradient_bytes:
             raise StorageError(
                 f"rank {rank}: the trainer holds {format_bytes(training.gradient_bytes)} of gradients, which leave no"
-                " room for an engine on a full device; call leave_training() before the engine is built, and HybridEngine"
-                " calls enter_training()"
+                " room for an engine on a full device; call leave_training() before the engine is built"
             )
         self._ledger = StorageLedger({Mode.TRAINING: training.weights, Mode.GENERATING: generation.weights})
         with _agreed(plan, rank, transport.group, verify):
@@ -155,7 +151,6 @@ class HybridEngine:
         generation.leave_generation()
         generation.weights.release()
         return_memory_to_system()
-        training.enter_training()
 
     @property
     def plan(self) -> Plan:
@@ -177,7 +172,6 @@ class HybridEngine:
             self._training.leave_training()
         except BaseException as error:  # no masters, no memory to offload to: no weight has moved yet
             self._gather.refuse("leaving training", error)
-            self._training.enter_training()
             raise
         self._ledger.begin()
         try:
@@ -216,7 +210,6 @@ class HybridEngine:
             self._cut_buckets = self._cut.num_complete
         report = self._ledger.finish("to_train", Mode.TRAINING, self._training.gradient_bytes)
         return_memory_to_system()  # what the engine had: gradients are larger than its parts, which would stay cached
-        self._training.enter_training()
         self.mode = Mode.TRAINING
         self._cut_buckets = 0
         return report
@@ -227,7 +220,6 @@ class HybridEngine:
         self._ledger.begin()
         self._generation.weights.release()
         return_memory_to_system()
-        self._training.enter_training()
         if self._back is Return.REGATHERED:
             self._ledger.receive(self._training.regather())
         report = self._ledger.finish("to_train", Mode.TRAINING, self._training.gradient_bytes)
@@ -261,7 +253,6 @@ class HybridEngine:
                 f" ({second}); resume from {self.resume_from or 'the last checkpoint'}"
             ) from second
         self._generation.weights.release()
-        self._training.enter_training()
 
     def _expect(self, mode: Mode) -> None:
         if self.mode is Mode.LOST:

@@ -97,7 +97,6 @@ class Aftermath:
     """True if the weights of its mode are correct: the training weights, or the slices of the whole model."""
     other_bytes: int
     """Bytes of the other mode's weights."""
-    gradients_are_back: bool
     returned_whole: bool
     """True if the training weights are bitwise what they were, after the way back if the switch had succeeded."""
     num_buckets: int
@@ -126,7 +125,7 @@ def break_a_switch(rank: int, folder: Path, case: Break) -> Aftermath:
             nodes=NODES,
             direct_elements=1000,
         )
-        before, gradient_bytes = copy_weights(trainer), trainer.gradient_bytes
+        before = copy_weights(trainer)
         dist.barrier()
         if rank == BROKEN_RANK and case.stage == "before":
             case.happen()
@@ -149,7 +148,6 @@ def break_a_switch(rank: int, folder: Path, case: Break) -> Aftermath:
         mode,
         equal,
         other_bytes,
-        trainer.gradient_bytes == gradient_bytes > 0,
         same_weights(before, copy_weights(trainer)),
         len(engine.plan.buckets),
         engine.plan.num_steps,
@@ -207,7 +205,6 @@ def test_others_name_the_rank_and_keep_their_training_weights(
         assert aftermath.weights_equal
         assert aftermath.returned_whole
         assert aftermath.other_bytes == 0
-        assert aftermath.gradients_are_back
         assert aftermath.num_buckets > MIDDLE + 2
         assert aftermath.num_steps == 2
         found = re.match(
@@ -236,7 +233,6 @@ def test_the_store_dies_with_the_rank(folder: Path, run_ranks: RankLauncher, fre
             continue
         assert aftermath.mode is Mode.TRAINING
         assert aftermath.weights_equal
-        assert aftermath.gradients_are_back
         assert re.match(rf"rank {rank}: bucket \d+ of .* messages with ranks \[.*\] failed", aftermath.error)
         assert "the rank that hosts the store is missing" in aftermath.error
         assert "missing ranks" not in aftermath.error
@@ -254,7 +250,6 @@ def test_others_that_have_all_they_need_go_on(case: Break, folder: Path, run_ran
         assert aftermath.weights_equal
         assert aftermath.other_bytes == 0
         assert aftermath.returned_whole
-        assert aftermath.gradients_are_back
         if aftermath.mode is Mode.TRAINING:  # the connection was cut before the last message had been read
             assert f"rank {rank}: the meeting after bucket {aftermath.num_buckets - 1} of" in aftermath.error
             assert f"missing ranks: [{BROKEN_RANK}]" in aftermath.error

@@ -58,7 +58,7 @@ class Resident:
     """Largest value when a bucket's messages had arrived on the way to generation."""
     generating: list[int] = field(default_factory=list)
     back: list[int] = field(default_factory=list)
-    """Resident bytes after the way back: gradient buffers have addresses, but no pages before they are written."""
+    """Resident bytes after the way back, without gradients, which wait for a pass."""
     weights_equal: bool = True
 
 
@@ -83,9 +83,9 @@ def watch_round_trips(rank: int) -> Resident:
     engine, side = make_engine(
         trainer, "1-1", registry, BUCKET_ELEMENTS, lambda group: StagedTransport(group, at_stage)
     )
-    resident = Resident(trainer.weights.total_bytes, side.weights.total_bytes, trainer.gradient_bytes)
     batch = {"tokens": torch.arange(8)[None], "lengths": torch.tensor([8])}
     trainer.train_step([batch], loss_of(trainer))  # creates the optimizer's moments, which stay
+    resident = Resident(trainer.weights.total_bytes, side.weights.total_bytes, trainer.gradient_bytes)
     for _ in range(2):
         trainer.train_step([batch], loss_of(trainer))
         return_memory_to_system()  # free memory that the allocator keeps for the next tensors

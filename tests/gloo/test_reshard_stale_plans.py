@@ -98,10 +98,10 @@ def refuse_in_turn(rank: int, folder: Path) -> list[Refusal]:
     answers = []
     for tampering in TAMPERINGS.values():
         engine = make()
-        before, gradient_bytes = copy_weights(trainer), trainer.gradient_bytes
+        before = copy_weights(trainer)
         with tampering(trainer):
             error = error_of(engine.to_generate)
-            untouched = engine.mode is Mode.TRAINING and trainer.gradient_bytes == gradient_bytes > 0
+            untouched = engine.mode is Mode.TRAINING
             untouched &= engine._generation.weights.live_bytes == 0
         untouched &= same_weights(before, copy_weights(trainer))
         next_error = error_of(engine.to_generate)

@@ -72,6 +72,7 @@ def run_cycles(
         one_device.draw(engine, prompts, 8)
         generating = moment(there.weight_bytes)
         back = hybrid.to_train()
+        trainer.enter_training()
         training = moment(back.weight_bytes)
         result = one_device.step(trainer, rows)
         redundant = there.redundant_bytes + back.redundant_bytes

@@ -165,6 +165,7 @@ def compare_ledgers(rank: int, folder: Path, kv_cache_bytes: int) -> Ledgers:
     in_training = trainer.weights.live_bytes + trainer.gradient_bytes
     one_device.draw(engine, [[3, 14, 15]], 8)
     back = hybrid.to_train()
+    trainer.enter_training()
     return Ledgers(
         there,
         back,

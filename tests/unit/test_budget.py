@@ -66,14 +66,11 @@ def test_phases_are_sums_of_what_is_there() -> None:
     assert found["start"] == actor + engine + computing
     assert found["generation"] == critic + reference + engine + computing  # the optimizers are in host memory
     # In bfloat16 a gradient has 4 bytes for each weight of 2, and d = 2 replicas share 12 bytes of state.
-    between = actor + 2 * actor + 3 * actor + critic + reference
-    assert found["save"] == pytest.approx(between, rel=1e-6)
+    assert found["save"] == pytest.approx(actor + critic + reference, rel=1e-6)
     # While the critic is built, its weights are there twice, and its gradients.
     assert found["load"] == pytest.approx(6 * actor + 2 * critic + 2 * critic, rel=1e-6)
-    activations = found["training step"] - between
-    assert (
-        2 * critic + 3 * critic < activations < 2 * critic + 3 * critic + 8 * GIB
-    )  # an update of the critic
+    activations = found["training step"] - found["save"] - 5 * max(actor, critic)  # those of an update
+    assert 0 < activations < 8 * GIB
     one_copy = critic + reference + max(actor, engine)
     assert one_copy <= found["switch"] <= one_copy + 2 * config.actor.bucket_bytes
 
@@ -120,7 +117,7 @@ def test_a_budget_that_does_not_fit_says_what_would_help(phase: str) -> None:
 
 def test_remedies_name_the_model_that_needs_most() -> None:
     """With micro-batches of the critic alone that are large, those of others are of no use."""
-    config = loaded("actor.micro_batch_tokens=4096", "reference.micro_batch_tokens=4096")
+    config = loaded("critic.micro_batch_tokens=65536", "cluster.device=cuda")
     remedies = budgets(config)["main"].remedies("training step")
     assert "critic.micro_batch_tokens" in remedies
     assert "actor.micro_batch_tokens" not in remedies and "reference.micro_batch_tokens" not in remedies

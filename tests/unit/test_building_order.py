@@ -39,25 +39,18 @@ def hybrid_between(both: mock.Mock) -> HybridEngine:
     return hybrid
 
 
-def test_gradients_come_back_after_the_engine_is_empty() -> None:
+def test_the_engine_is_emptied_and_gradients_wait_for_a_pass() -> None:
     both = sides(gradient_bytes=0)
-    engine_bytes = list[int]()
-    both.training.enter_training.side_effect = lambda: engine_bytes.append(both.generation.weights.live_bytes)
     hybrid_between(both)
-    assert engine_bytes == [0]
-    assert both.mock_calls == [mock.call.generation.leave_generation(), mock.call.training.enter_training()]
+    assert both.generation.weights.live_bytes == 0
+    assert both.mock_calls == [mock.call.generation.leave_generation()]
 
 
-def test_memory_returns_to_the_system_before_gradients_come_back() -> None:
+def test_memory_returns_to_the_system_on_the_way_back() -> None:
     both = sides(gradient_bytes=0)
     hybrid = hybrid_between(both)
     hybrid.to_generate()
     both.reset_mock()
     with mock.patch.object(hybrid_engine, "return_memory_to_system", both.empty):
         hybrid.to_train()
-    assert [call[0] for call in both.mock_calls] == [
-        "generation.leave_generation",
-        "run",
-        "empty",
-        "training.enter_training",
-    ]
+    assert [call[0] for call in both.mock_calls] == ["generation.leave_generation", "run", "empty"]

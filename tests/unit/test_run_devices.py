@@ -132,12 +132,12 @@ def test_host_memory_beside_gpus() -> None:
 
 
 def test_ranks_of_uneven_stages_hold_what_their_stages_do() -> None:
-    """In float32, a parameter of the actor's has 16 bytes of weight, gradient and moments between two steps, of the
-    critic's, which releases its gradients, 12, and of the reference's 4."""
+    """In float32, a parameter of the actor's and the critic's has 12 bytes of weight and moments between two updates, of
+    the reference's 4."""
     sizes = [f"{name}.parallel=6-1-1" for name in ("actor", "critic", "reference")]
     config = load_config(ROOT / "configs/smollm2.yaml", sizes, dry_run=True)
     (budgets,) = budgets_of(config, on_gpus=False).values()
-    each = {"actor": 16, "critic": 12, "reference": 4}
+    each = {"actor": 12, "critic": 12, "reference": 4}
     held = [0] * 6
     for holder in model_holders(config):
         layout = megatron_layout(holder_shape(config, holder), holder.grid, NameSet.LOCAL)

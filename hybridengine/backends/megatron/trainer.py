@@ -202,8 +202,7 @@ class MegatronTrainer(MegatronModel):
         self.expect_weights()
         if not batches:
             raise DataError("forward_backward was given no micro-batches; give every replica at least one")
-        if self.gradient_bytes < sum(self._gradient_bytes):
-            raise StorageError("the trainer has given up its gradients' memory; call enter_training first")
+        self.enter_training()
         if not self._runner.has_gradients:
             compat.drop_reductions(self._replicated)  # of a pass that raised
             with device_shim():
@@ -228,6 +227,7 @@ class MegatronTrainer(MegatronModel):
             raise StorageError(
                 "no gradients wait for an optimizer step; call forward_backward before optimizer_step"
             )
+        self.enter_training()
         self._runner.finish_gradients(summed)
         with contextlib.ExitStack() as stack:
             if settings is not None:
@@ -271,7 +271,7 @@ class MegatronTrainer(MegatronModel):
             self._offload.to_host()
 
     def enter_training(self) -> None:
-        """Reallocate gradient buffers, and move optimizer state back."""
+        """Reallocate gradient buffers, and move optimizer state back; passes and steps begin with it."""
         for buffer, num_bytes in zip(self._gradients, self._gradient_bytes, strict=True):
             buffer.untyped_storage().resize_(num_bytes)
         if self._offload is not None:
@@ -293,6 +293,7 @@ class MegatronTrainer(MegatronModel):
 
         Collective over the replicas.
         """
+        self.enter_training()  # for offloaded master weights
         self.weights.materialise()
         with device_shim():
             return compat.weights_from_masters(self._optimizer, self._replicated)

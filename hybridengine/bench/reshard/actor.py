@@ -83,6 +83,3 @@ class Actor:
 
     def leave_training(self) -> None:
         pass
-
-    def enter_training(self) -> None:
-        pass

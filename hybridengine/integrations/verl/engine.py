@@ -288,11 +288,6 @@ class _Training(BaseEngineCtx):
 class _ValueTraining(_Training):
     """A value model in training, which has memory for gradients only then; nested contexts are one."""
 
-    def __enter__(self) -> None:
-        if self.engine.mode is None:
-            self.engine.trainer.enter_training()
-        super().__enter__()
-
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)
         if self.engine.mode is None:

@@ -106,7 +106,7 @@ class StateBytes:
     """Bytes of a model on a rank, by activity."""
 
     idle: int
-    """Bytes while other models work, with the actor in training mode."""
+    """Bytes while other models work, without gradients and offloaded state, which are there in updates alone."""
     infer: int
     update: int
     generating: int
@@ -119,7 +119,7 @@ class ModelMemory:
 
     weights_bytes: int
     gradients_bytes: int
-    """Float32 gradients, released during generation."""
+    """Float32 gradients, which have memory during updates."""
     optimizer_bytes: int
     """Moments, and float32 master weights if the weights are not float32; sharded over the replicas of a weight."""
     fp8_bytes: int = 0
@@ -129,9 +129,9 @@ class ModelMemory:
         """Return the bytes by activity, given the bytes of activations of forward passes and of updates."""
         whole = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.fp8_bytes
         kept = 0 if offloads else self.optimizer_bytes
-        waiting = self.weights_bytes + kept
-        idle = whole if is_actor else waiting + self.fp8_bytes
-        return StateBytes(idle, idle + infer, whole + update, kept if is_actor else waiting)
+        idle = self.weights_bytes + kept + self.fp8_bytes
+        generating = kept if is_actor else self.weights_bytes + kept
+        return StateBytes(idle, idle + infer, whole + update, generating)
 
 
 @lru_cache(maxsize=64)

@@ -175,6 +175,7 @@ def measure_memory(rank: int, folder: Path, train: str, gen: str) -> Memory:
         generating.append(_resident_bytes())
         cache_bytes = engine.kv_cache_bytes
         hybrid.to_train()
+        trainer.enter_training()
         for buffer in trainer._gradients:
             buffer.zero_()  # as the next step does; the system provides the pages only then
         return_memory_to_system()  # free memory that the allocator keeps for the next tensors
