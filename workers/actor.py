@@ -236,7 +236,9 @@ class ActorWorker(TrainedWorker):
                 total = total + kl_loss(log_probs, columns["ref_log_probs"], mask, *settings)
             return total.loss_sum, aggregation.count(mask).int(), (total.stats, int(mask.sum()))
 
-        return self.update_rows(batch, columns_of, loss, version=version)
+        return self.update_rows(
+            batch, columns_of, loss, version=version, count=lambda columns: aggregation.count(columns["mask"])
+        )
 
     @register(PROTO_3D, [*SEQUENCE_COLUMNS, "ref_log_probs", "scores", "dropped"], optional=[ROW_NUMBERS])
     def update_preferences(
@@ -251,14 +253,16 @@ class ActorWorker(TrainedWorker):
         told = (better > worse) & ~batch["dropped"][0::2] & ~batch["dropped"][1::2]
         batch["told"] = told.repeat_interleave(2)[:, None].expand_as(batch["ref_log_probs"]).clone()
 
+        def count(columns: dict[str, Tensor]) -> Tensor:
+            return columns["told"][0::2, 0].sum()
+
         def loss(output: Predictions, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
             log_probs, _ = self.log_probs_of(output, columns)
-            keep = columns["told"][0::2, 0]
             found = preference_loss(log_probs, columns, algorithm, self.run.actor, aggregation)
             total = _checked(found, algorithm.loss)
-            return total.loss_sum, keep.sum().int(), (total.stats, int(columns["mask"].sum()))
+            return total.loss_sum, count(columns).int(), (total.stats, int(columns["mask"].sum()))
 
-        return self.update_rows(batch, ["ref_log_probs", "told"], loss, unit=2)
+        return self.update_rows(batch, ["ref_log_probs", "told"], loss, unit=2, count=count)
 
     @register(ONE_TO_ALL)
     def link_facts(self) -> tuple[str, int, NameSet]:

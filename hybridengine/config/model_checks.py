@@ -161,6 +161,17 @@ def _sharding(holder: ModelHolder, shape: ModelShape) -> Iterator[Conflict]:
         )
 
 
+def _routing(holder: ModelHolder, shape: ModelShape) -> Iterator[Conflict]:
+    """Yield losses of routers that a dense model does not have."""
+    for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+        key, value = f"{holder.name}.{name}", getattr(holder.settings, name)
+        if value and shape.experts is None:
+            yield Conflict(
+                f"{key}={value:g} needs a mixture of experts, found {shape.family}; set 0, or use another model",
+                (key, "model", f"{holder.key}.path"),
+            )
+
+
 def _positions(config: RunConfig, holder: ModelHolder, shape: ModelShape) -> Iterator[Conflict]:
     """Yield a conflict between the longest row and the positions of a model, by default the actor's."""
     rollout, width = config.rollout, config.max_tokens
