@@ -29,7 +29,7 @@ from hybridengine.importing import import_object
 from hybridengine.reshard.compiler import compile_plan
 from hybridengine.reshard.domains import domains
 from hybridengine.rollouts.drawn import Drawn
-from hybridengine.rows.micro_batches import SEQUENCE_COLUMNS, cut_rows
+from hybridengine.rows.micro_batches import ROUTES, SEQUENCE_COLUMNS, cut_rows
 from hybridengine.rows.protocols import (
     ONE_TO_ALL,
     PROTO_3D,
@@ -158,7 +158,9 @@ class ActorWorker(TrainedWorker):
         rows, _ = respond(self._engine, prompts, seeds, every, sampling.max_tokens, padding, self._peers)
         return rows
 
-    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=["rollout_log_probs", "versions"], returns_rows=True)
+    @register(
+        PROTO_3D, SEQUENCE_COLUMNS, optional=["rollout_log_probs", "versions", ROUTES], returns_rows=True
+    )
     def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
         """Return `log_probs` and `entropies` [B, R] of the response tokens under the training model.
 
@@ -197,7 +199,7 @@ class ActorWorker(TrainedWorker):
     @register(
         PROTO_3D,
         [*SEQUENCE_COLUMNS, "log_probs", "advantages"],
-        optional=["keep", "trained", "versions", "weights", "ref_log_probs", ROW_NUMBERS],
+        optional=["keep", "trained", "versions", "weights", "ref_log_probs", ROUTES, ROW_NUMBERS],
     )
     def update(
         self, batch: TensorDictBase, algorithm: Algorithm | None = None, version: int | None = None
@@ -240,7 +242,9 @@ class ActorWorker(TrainedWorker):
             batch, columns_of, loss, version=version, count=lambda columns: aggregation.count(columns["mask"])
         )
 
-    @register(PROTO_3D, [*SEQUENCE_COLUMNS, "ref_log_probs", "scores", "dropped"], optional=[ROW_NUMBERS])
+    @register(
+        PROTO_3D, [*SEQUENCE_COLUMNS, "ref_log_probs", "scores", "dropped"], optional=[ROUTES, ROW_NUMBERS]
+    )
     def update_preferences(
         self, batch: TensorDictBase, algorithm: Algorithm | None = None
     ) -> dict[str, float]:

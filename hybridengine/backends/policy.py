@@ -18,9 +18,6 @@ from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.reshard.layout import Layout
 from hybridengine.weights.hybrid_engine import TrainingSide
 
-ROUTES = "routes"
-"""Name of the column with the experts of each token."""
-
 MicroBatch = dict[str, Tensor]
 """Columns of some rows; `tokens` [B, T] is the model's input, the rest is passed to the output function.
 

@@ -16,6 +16,8 @@ from hybridengine.rows.batch import columns_of
 
 SEQUENCE_COLUMNS = ("tokens", "prompt_lengths", "response_lengths")
 """Columns of prompt and response rows."""
+ROUTES = "routes"
+"""Column of the experts of each token, [B, T, L, K] with L layers of K experts each; -1 where the router chooses."""
 CLIENT_COLUMNS = ("tokens", "lengths", "targets")
 """Columns of rows without a prompt: inputs and targets [B, T], and the number of valid positions [B]."""
 
@@ -28,8 +30,9 @@ class MicroRows:
     """Indices of the rows in the batch."""
     columns: dict[str, Tensor]
     """`tokens` [b, t] and `lengths` [b]; `positions` [b, r], that of the token before response token j, -1 beyond the
-    response; `mask` [b, r], see `loss_mask`; and the requested response-aligned columns, [b, r]. Rows without a prompt
-    have all columns at all positions, [b, t], and no `positions`."""
+    response; `mask` [b, r], see `loss_mask`; `routes` [b, t, L, K] if the batch has them; and the requested
+    response-aligned columns, [b, r]. Rows without a prompt have all columns at all positions, [b, t], and no
+    `positions`."""
 
 
 def cut_rows(
@@ -79,6 +82,8 @@ def _columns(batch: TensorDictBase, rows: list[int], response_columns: Sequence[
         "positions": (prompts.unsqueeze(1) - 1 + places).masked_fill(places >= responses.unsqueeze(1), -1),
         "mask": loss_mask(batch, longest, rows),
     }
+    if ROUTES in columns_of(batch):
+        columns[ROUTES] = batch[ROUTES][rows, :width]
     return columns | {name: batch[name][rows, :longest] for name in response_columns}
 
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from hybridengine.backends.megatron.routing import RoutedPack
 from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.places import Places
-from hybridengine.backends.policy import ROUTES, MicroBatch
+from hybridengine.backends.policy import MicroBatch
+from hybridengine.rows.micro_batches import ROUTES
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ class EngineSettings:
     seed: int = 0
     cuda_graphs: bool | None = None
     """Capture CUDA graphs, by default on a GPU; weights then use vLLM's sleep mode, since their addresses are fixed."""
+    keep_routes: bool = False
+    """Keep the experts that compute each token, and tell them with the responses."""
     tokenizer: str | None = None
     """Tokenizer folder, required for stop strings; None for an engine that only handles tokens."""
 
@@ -50,6 +52,7 @@ class EngineSettings:
             dtype=run.model.dtype,
             seed=run.run.seed,
             cuda_graphs=run.rollout.cuda_graphs,
+            keep_routes=run.rollout.routing_replay,
             tokenizer=tokenizer,
         )
 
