@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
 
 from hybridengine.backends.engine import Request, Response, SamplingSettings, generate
 from hybridengine.backends.levelling import Peers, respond_together
 from hybridengine.backends.vllm.engine import VllmEngine
-from hybridengine.rows.micro_batches import ROUTES
+from hybridengine.rows.micro_batches import ROUTES, padded_routes
 from hybridengine.rows.protocols import ROW_NUMBERS
 
 SAMPLE_COLUMNS = ("prompt_tokens", "prompt_lengths", "seeds", ROW_NUMBERS)
@@ -64,14 +62,6 @@ def respond(
     if rows and routes[0] is not None:
         columns[ROUTES] = padded_routes([one for one in routes if one is not None], tokens.size(1))
     return TensorDict(columns, batch_size=[len(rows)]), outputs
-
-
-def padded_routes(routes: Sequence[np.ndarray], width: int) -> Tensor:
-    """Return the experts of rows of `width` tokens, [B, width, L, K]; -1 where the engine has chosen none."""
-    padded = np.full((len(routes), width, *routes[0].shape[1:]), -1, routes[0].dtype)
-    for row, one in zip(padded, routes, strict=True):
-        row[: len(one)] = one
-    return torch.from_numpy(padded)
 
 
 def sample_rows(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
@@ -107,6 +108,14 @@ def with_empty_rows(batch: TensorDict, num_rows: int) -> TensorDict:
     """Return the rows, followed by rows of zeros if there are fewer than `num_rows`: each replica needs one."""
     empty = batch[:1].apply(torch.zeros_like)
     return cast(TensorDict, torch.cat([batch, *[empty] * (num_rows - len(batch))]))  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def padded_routes(routes: Sequence[np.ndarray], width: int) -> Tensor:
+    """Return the experts of rows of `width` tokens, [B, width, L, K]; -1 where an engine has chosen none."""
+    padded = np.full((len(routes), width, *routes[0].shape[1:]), -1, routes[0].dtype)
+    for row, one in zip(padded, routes, strict=True):
+        row[: len(one)] = one
+    return torch.from_numpy(padded)
 
 
 def gather_rows(parts: Sequence[tuple[MicroRows, Tensor]], num_rows: int, width: int) -> Tensor:
