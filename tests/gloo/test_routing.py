@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridengine.backends.megatron.routing import RoutedPack
+from hybridengine.backends.megatron.shim import device_shim
 from hybridengine.config.role_sections import MegatronSettings
 from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.grid import Grid
@@ -157,3 +159,32 @@ def test_routing_equals_plain_pytorch(
                 ):
                     assert norm == pytest.approx(step.grad_norm, rel=1e-4), one
                     assert figures == pytest.approx(known, rel=1e-4), one
+
+
+def gates_of(rank: int, folder: Path, hidden: Tensor) -> list[Tensor]:
+    """Return the gates [N, E] of each layer's router for the same hidden states."""
+    trainer = make_trainer(
+        ModelShape.from_folder(folder), Grid(TrainSizes(1, 1, 1)), rank, ProcessGroups(), folder, "bfloat16"
+    )
+    found = []
+    with device_shim(), torch.no_grad():
+        for layer in trainer._chunks[0].decoder.layers:
+            layer.mlp.router.pack = RoutedPack(is_token_N=torch.ones(len(hidden), dtype=torch.bool))
+            found.append(layer.mlp.router(hidden.unsqueeze(1))[0])
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_gates_in_bfloat16_are_those_of_transformers(
+    family: str, tmp_path: Path, run_ranks: RankLauncher
+) -> None:
+    """Bit by bit except for the division: both compute logits in bfloat16, so that no choice differs."""
+    model: Any = write_model(tmp_path, family, dtype="bfloat16")
+    generator = torch.Generator().manual_seed(7)
+    hidden = torch.randn(512, 64, generator=generator).bfloat16()
+    [found] = run_ranks(1, gates_of, tmp_path, hidden)
+    for layer, gates in zip(model.model.layers, found, strict=True):
+        _, scores, experts = layer.mlp.gate(hidden)
+        expected = torch.zeros(512, NUM_EXPERTS).scatter(1, experts, scores.float())
+        assert torch.equal(gates != 0, expected != 0)
+        torch.testing.assert_close(gates.float(), expected, rtol=2**-7, atol=0)
