@@ -158,6 +158,7 @@ class TrainedWorker(ModelWorker):
         self.check_units(len(batch), unit)
         check_ages(batch, version, self.run.staleness.max_versions)
         self._updates += 1
+        self.trainer.drop_routing()  # of passes for other purposes
         collected, steps = list[tuple[LossStats, int]](), list[StepResult]()
         numbers = batch[ROW_NUMBERS] if ROW_NUMBERS in batch.keys() else torch.arange(len(batch))  # noqa: SIM118
         for epoch in range(self.section.ppo_epochs):

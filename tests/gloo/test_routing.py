@@ -91,8 +91,8 @@ class RoutedReference:
             {
                 "expert_load_max": float((load.amax(1) / load.mean(1)).mean()),
                 "expert_idle_share": float((load == 0).float().mean()),
-                "router_aux_loss": aux,
-                "router_z_loss": z,
+                "router_aux": aux,
+                "router_z": z,
             }
         )
         self._step += 1

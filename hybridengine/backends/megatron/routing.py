@@ -124,9 +124,10 @@ class RoutingTotals:
     def __init__(self, experts: ExpertSizes, num_layers: int, groups: ProcessGroupCollection) -> None:
         self._experts, self._groups = experts, groups
         self._num_layers = num_layers - experts.num_dense_layers
-        self._reset()
+        self.drop()
 
-    def _reset(self) -> None:
+    def drop(self) -> None:
+        """Begin anew."""
         shape, settings = self._num_layers, {"dtype": torch.float64, "device": device()}
         self._load = torch.zeros(shape, self._experts.num_experts, **settings)
         self._losses = torch.zeros(shape, 2, **settings)
@@ -145,7 +146,7 @@ class RoutingTotals:
         """Return the metrics of all ranks, means over layers, and begin anew. Collective over all ranks of the model."""
         figures = torch.cat([self._load, self._losses], 1)
         weight = torch.tensor(self._weight, dtype=torch.float64, device=device())
-        self._reset()
+        self.drop()
         for tensor in (figures, weight):
             dist.all_reduce(tensor, group=self._groups.intra_dist_opt)
         load, losses = figures[:, :-2], figures[:, -2:].mean(0)
@@ -154,6 +155,7 @@ class RoutingTotals:
         return {
             "expert_load_max": float((load.amax(1) / load.mean(1).clamp(min=1e-9)).mean()),
             "expert_idle_share": float((load == 0).double().mean()),
-            "router_aux_loss": aux,
-            "router_z_loss": z,
+            **(
+                {"router_aux": aux, "router_z": z} if aux else {}
+            ),  # without coefficients nobody has computed them
         }

@@ -252,6 +252,11 @@ class MegatronTrainer(MegatronModel):
         """
         return self._runner.routing.take() if self._runner.routing is not None else {}
 
+    def drop_routing(self) -> None:
+        """Forget what routers have counted."""
+        if self._runner.routing is not None:
+            self._runner.routing.drop()
+
     def advance_schedule(self) -> float:
         """Advance the learning-rate schedule by a step; return the new rate."""
         self._schedule.step(increment=1)
