@@ -168,7 +168,8 @@ def gates_of(rank: int, folder: Path, hidden: Tensor) -> list[Tensor]:
     )
     found = []
     with device_shim(), torch.no_grad():
-        for layer in trainer._chunks[0].decoder.layers:
+        layers: Any = trainer._chunks[0].decoder.layers
+        for layer in layers:
             layer.mlp.router.pack = RoutedPack(is_token_N=torch.ones(len(hidden), dtype=torch.bool))
             found.append(layer.mlp.router(hidden.unsqueeze(1))[0])
     return found
