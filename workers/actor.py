@@ -29,7 +29,7 @@ from hybridengine.importing import import_object
 from hybridengine.reshard.compiler import compile_plan
 from hybridengine.reshard.domains import domains
 from hybridengine.rollouts.drawn import Drawn
-from hybridengine.rows.micro_batches import SEQUENCE_COLUMNS, cut_rows
+from hybridengine.rows.micro_batches import ROUTES, SEQUENCE_COLUMNS, cut_rows
 from hybridengine.rows.protocols import (
     ONE_TO_ALL,
     PROTO_3D,
@@ -160,7 +160,9 @@ class ActorWorker(TrainedWorker):
         rows, _ = respond(self._engine, prompts, seeds, every, sampling.max_tokens, padding, self._peers)
         return rows
 
-    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=["rollout_log_probs", "versions"], returns_rows=True)
+    @register(
+        PROTO_3D, SEQUENCE_COLUMNS, optional=["rollout_log_probs", "versions", ROUTES], returns_rows=True
+    )
     def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
         """Return `log_probs` and `entropies` [B, R] of the response tokens under the training model.
 
@@ -199,7 +201,7 @@ class ActorWorker(TrainedWorker):
     @register(
         PROTO_3D,
         [*SEQUENCE_COLUMNS, "log_probs", "advantages"],
-        optional=["keep", "trained", "versions", "weights", "ref_log_probs", ROW_NUMBERS],
+        optional=["keep", "trained", "versions", "weights", "ref_log_probs", ROUTES, ROW_NUMBERS],
     )
     def update(
         self, batch: TensorDictBase, algorithm: Algorithm | None = None, version: int | None = None
@@ -238,9 +240,13 @@ class ActorWorker(TrainedWorker):
                 total = total + kl_loss(log_probs, columns["ref_log_probs"], mask, *settings)
             return total.loss_sum, aggregation.count(mask).int(), (total.stats, int(mask.sum()))
 
-        return self.update_rows(batch, columns_of, loss, version=version)
+        return self.update_rows(
+            batch, columns_of, loss, version=version, count=lambda columns: aggregation.count(columns["mask"])
+        )
 
-    @register(PROTO_3D, [*SEQUENCE_COLUMNS, "ref_log_probs", "scores", "dropped"], optional=[ROW_NUMBERS])
+    @register(
+        PROTO_3D, [*SEQUENCE_COLUMNS, "ref_log_probs", "scores", "dropped"], optional=[ROUTES, ROW_NUMBERS]
+    )
     def update_preferences(
         self, batch: TensorDictBase, algorithm: Algorithm | None = None
     ) -> dict[str, float]:
@@ -253,14 +259,16 @@ class ActorWorker(TrainedWorker):
         told = (better > worse) & ~batch["dropped"][0::2] & ~batch["dropped"][1::2]
         batch["told"] = told.repeat_interleave(2)[:, None].expand_as(batch["ref_log_probs"]).clone()
 
+        def count(columns: dict[str, Tensor]) -> Tensor:
+            return columns["told"][0::2, 0].sum()
+
         def loss(output: Predictions, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
             log_probs, _ = self.log_probs_of(output, columns)
-            keep = columns["told"][0::2, 0]
             found = preference_loss(log_probs, columns, algorithm, self.run.actor, aggregation)
             total = _checked(found, algorithm.loss)
-            return total.loss_sum, keep.sum().int(), (total.stats, int(columns["mask"].sum()))
+            return total.loss_sum, count(columns).int(), (total.stats, int(columns["mask"].sum()))
 
-        return self.update_rows(batch, ["ref_log_probs", "told"], loss, unit=2)
+        return self.update_rows(batch, ["ref_log_probs", "told"], loss, unit=2, count=count)
 
     @register(ONE_TO_ALL)
     def link_facts(self) -> tuple[str, int, NameSet]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,7 @@ class TrainedWorker(ModelWorker):
         loss: LossFunction,
         unit: int = 1,
         version: int | None = None,
+        count: Callable[[MicroBatch], Tensor] = lambda columns: columns["mask"].sum(),
     ) -> dict[str, float]:
         """Train for several epochs over this replica's rows; return metrics over all replicas, equal on the last stage.
 
@@ -153,10 +154,12 @@ class TrainedWorker(ModelWorker):
         mask. `unit` is the number of consecutive rows that stay together (see `check_units`). `version` is that of the
         weights that are trained, in an asynchronous dataflow; raises StalenessError for rows that it may not train.
         Between updates, gradients and (if configured) optimizer state release their memory.
+        `count` returns a micro-batch's part of the divisor, as `loss` does: routers need it on all stages.
         """
         self.check_units(len(batch), unit)
         check_ages(batch, version, self.run.staleness.max_versions)
         self._updates += 1
+        self.trainer.drop_routing()  # of passes for other purposes
         collected, steps = list[tuple[LossStats, int]](), list[StepResult]()
         numbers = batch[ROW_NUMBERS] if ROW_NUMBERS in batch.keys() else torch.arange(len(batch))  # noqa: SIM118
         try:
@@ -165,10 +168,12 @@ class TrainedWorker(ModelWorker):
                 # Each mini-batch is a collective: all replicas have as many, even if their numbers of rows differ.
                 for rows in draw_mini_batches(numbers, self.section.mini_batches, unit, seed):
                     micro = cut_rows(batch[rows], self.max_tokens, columns, unit)
-                    steps.append(self.train_step([part.columns for part in micro], loss))
+                    batches = [part.columns | {"weight": count(part.columns)} for part in micro]
+                    steps.append(self.train_step(batches, loss))
                     collected += steps[-1].collected
         finally:
             self.trainer.leave_training()
+        routing = self.trainer.take_routing()
         if not self.model.is_last_stage:
             return {}
         role, norms = self.context.role, [step.grad_norm for step in steps if not step.skipped]
@@ -176,6 +181,7 @@ class TrainedWorker(ModelWorker):
             f"{role}/grad_norm": sum(norms) / len(norms) if norms else math.nan,
             f"{role}/lr": steps[-1].lr,
             f"{role}/skipped_steps": float(len(steps) - len(norms)),
+            **{f"{role}/{name}": value for name, value in routing.items()},
         }
 
     def train_step(self, batches: Sequence[MicroBatch], loss: LossFunction) -> StepResult:

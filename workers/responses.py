@@ -13,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from hybridengine.backends.engine import Request, Response, SamplingSettings, generate
 from hybridengine.backends.levelling import Peers, respond_together
 from hybridengine.backends.vllm.engine import VllmEngine
+from hybridengine.rows.micro_batches import ROUTES, padded_routes
 from hybridengine.rows.protocols import ROW_NUMBERS
 
 SAMPLE_COLUMNS = ("prompt_tokens", "prompt_lengths", "seeds", ROW_NUMBERS)
@@ -32,7 +33,8 @@ def respond(
 
     Reads `prompt_tokens` [B, P] and `prompt_lengths` [B]. Rows have `tokens` [B, P + R], `response_lengths` [B] and
     `rollout_log_probs` [B, R], with R = `width`; `padding` is the token after a response.
-    With `peers`, the engines of all replicas share their rows (`respond_together`).
+    An engine that keeps its experts adds `routes` [B, P + R, L, K] of all tokens but each row's last. With `peers`, the
+    engines of all replicas share their rows (`respond_together`).
     """
     lengths, padded = prompts["prompt_lengths"].tolist(), prompts["prompt_tokens"]
     rows = [row[:length] for row, length in zip(padded.tolist(), lengths, strict=True)]
@@ -56,6 +58,9 @@ def respond(
         "response_lengths": torch.tensor([len(output.token_ids) for output in outputs]),
         "rollout_log_probs": log_probs,
     }
+    routes = [output.routes for output in outputs]
+    if rows and routes[0] is not None:
+        columns[ROUTES] = padded_routes([one for one in routes if one is not None], tokens.size(1))
     return TensorDict(columns, batch_size=[len(rows)]), outputs
 
 

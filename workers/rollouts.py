@@ -13,8 +13,9 @@ from hybridengine.config import RunConfig
 from hybridengine.rollouts.drawn import Drawn
 from workers.prompts import PromptReader
 
-ROLLOUT_COLUMNS = ("numbers", "prompt_numbers", "seeds", "drawn_tokens", "drawn_lengths")
-"""Columns of responses to draw: `numbers`, `prompt_numbers`, `seeds`, `drawn_lengths` [B], and `drawn_tokens` [B, D]."""
+ROLLOUT_COLUMNS = ("numbers", "prompt_numbers", "seeds", "drawn_tokens", "drawn_lengths", "drawn_routes")
+"""Columns of responses to draw: `numbers`, `prompt_numbers`, `seeds`, `drawn_lengths` and `drawn_routes`, the number of
+tokens whose experts are known, [B], and `drawn_tokens` [B, D]."""
 
 
 class EngineRollouts:
@@ -27,6 +28,8 @@ class EngineRollouts:
         self._reader = PromptReader(run)
         self._told: dict[str, int] = {}
         """Number of tokens of each unfinished request that the controller knows."""
+        self._told_routes: dict[str, int] = {}
+        """Number of tokens whose experts it knows."""
 
     def begin(self, rows: TensorDictBase) -> None:
         """Queue a request for each row of `ROLLOUT_COLUMNS`; a response that already has tokens is continued."""
@@ -42,10 +45,12 @@ class EngineRollouts:
                     int(rows["seeds"][row]),
                     SamplingSettings(max_tokens=self._longest - len(drawn), **self._sampling),
                     first_position=len(drawn),
+                    num_routed=int(rows["drawn_routes"][row]),
                 )
             )
         self._engine.add(requests)
         self._told |= dict.fromkeys((request.request_id for request in requests), 0)
+        self._told_routes |= dict.fromkeys((request.request_id for request in requests), 0)
 
     def advance(self, num_steps: int) -> Drawn:
         """Take up to `num_steps` engine steps while requests are unfinished; return the tokens drawn since then."""
@@ -59,16 +64,22 @@ class EngineRollouts:
         )
         self._engine.abort(dropped)
         for request_id in dropped:
-            del self._told[request_id]
+            del self._told[request_id], self._told_routes[request_id]
 
     def _drawn(self, responses: Sequence[Response]) -> Drawn:
         """Return what is new in these responses, and forget those that have ended."""
         news = [response for response in responses if self._is_news(response)]
         begins = [self._told[response.request_id] for response in news]
+        routes = [
+            response.routes[self._told_routes[response.request_id] :]
+            for response in news
+            if response.routes is not None
+        ]
         for response in news:
             self._told[response.request_id] = len(response.token_ids)
+            self._told_routes[response.request_id] = 0 if response.routes is None else len(response.routes)
             if response.finish_reason:
-                del self._told[response.request_id]
+                del self._told[response.request_id], self._told_routes[response.request_id]
 
         def joined(name: str, kind: type) -> np.ndarray:
             parts = [getattr(response, name)[begin:] for response, begin in zip(news, begins, strict=True)]
@@ -83,6 +94,7 @@ class EngineRollouts:
             tokens=joined("token_ids", np.int32),
             log_probs=joined("log_probs", np.float32),
             versions=joined("versions", np.int32),
+            routes=tuple(routes),
         )
 
     def _is_news(self, response: Response) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Protocol, Self
 
+import numpy as np
 from pydantic import AfterValidator, ConfigDict, Field, InstanceOf, ValidationError, model_validator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic_core import ArgsKwargs, PydanticCustomError
@@ -89,6 +90,8 @@ class Request(_Checked):
     sampling: InstanceOf[SamplingSettings]
     first_position: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Position in the response of the first token to draw; the prompt ends with this number of earlier tokens."""
+    num_routed: Annotated[int, Field(ge=0)] = 0
+    """First tokens of the prompt whose experts are known: the response tells those of the other tokens."""
 
 
 @dataclass
@@ -101,6 +104,9 @@ class Response:
     """Log-probability of each token under the distribution that it was drawn from."""
     versions: list[int] = field(default_factory=list)
     """Version of the weights that produced each token."""
+    routes: np.ndarray | None = None
+    """Experts that computed each token of prompt and response after the `num_routed` first, [N, L, K] with L layers of K
+    experts each; the last token of the response has none. None unless the engine keeps them."""
     finish_reason: str | None = None
     """`stop` or `length`; None for an unfinished response."""
 

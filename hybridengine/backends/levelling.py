@@ -15,6 +15,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch.distributed as dist
 
 from hybridengine.backends.engine import Engine, Request, Response
@@ -179,7 +180,10 @@ class _Levelled:
         if before is None:
             return response
         names = ("token_ids", "log_probs", "versions")
-        return replace(response, **{name: getattr(before, name) + getattr(response, name) for name in names})
+        joined: dict[str, Any] = {name: getattr(before, name) + getattr(response, name) for name in names}
+        if before.routes is not None and response.routes is not None:
+            joined["routes"] = np.concatenate([before.routes, response.routes])
+        return replace(response, **joined)
 
     def _give(self, request_ids: Iterable[str]) -> list[tuple[int, Request, Response]]:
         """Drop requests; return them with their tokens so far."""
@@ -191,7 +195,7 @@ class _Levelled:
         for home, request, response in given:
             self.requests[request.request_id] = home, request
             self._before[request.request_id] = response
-            self._engine.add([continued(request, response.token_ids)])
+            self._engine.add([continued(request, response)])
 
     def brought_home(self) -> dict[str, Response]:
         """Return the responses to this engine's own rows, after all engines have exchanged them."""
@@ -209,11 +213,13 @@ class _Levelled:
         return {response.request_id: response for response in found}
 
 
-def continued(request: Request, token_ids: Sequence[int]) -> Request:
-    """Return the request for the tokens that follow `token_ids` in the response."""
+def continued(request: Request, response: Response) -> Request:
+    """Return the request for the tokens that follow those of the response."""
+    token_ids, routes = response.token_ids, response.routes
     return replace(
         request,
         prompt_token_ids=(*request.prompt_token_ids, *token_ids),
         sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - len(token_ids)),
         first_position=request.first_position + len(token_ids),
+        num_routed=request.num_routed + (0 if routes is None else len(routes)),
     )

@@ -22,7 +22,10 @@ MicroBatch = dict[str, Tensor]
 """Columns of some rows; `tokens` [B, T] is the model's input, the rest is passed to the output function.
 
 `lengths` [B], if present, are the numbers of valid tokens, which come first: the model sees the rows packed, without
-padding. `positions` [B, R], if present, are the tokens whose outputs are wanted; -1 for none.
+padding. `positions` [B, R], if present, are the tokens whose outputs are wanted; -1 for none. `routes` [B, T, L, K], if
+present, are the K experts that compute each token in each of the L layers with experts; -1 where the router chooses.
+`weight`, if present, is what the micro-batch adds to the divisor of gradients, for the router's losses; by default the
+number of tokens in `mask`.
 """
 
 OutputFunction = Callable[[Any, MicroBatch], dict[str, Tensor]]

@@ -30,6 +30,7 @@ def model_conflicts(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
             actor = shape if holder.role == "actor" else actor
             yield from _sharding(holder, shape)
             yield from _positions(config, holder, shape)
+            yield from _router_losses(holder, shape)
     gen, train = config.actor.generate, config.actor.parallel
     for problem in gen.problems_over(train):
         yield Conflict(f"actor.generate={gen}: {problem}", ("actor.generate", "actor.parallel"))
@@ -40,6 +41,7 @@ def model_conflicts(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
             yield from _engines(config, actor, "generation.parallel", own, own.tp_size, own.pp_size)
         yield from _cpu_engines(config, actor)
         yield from _quantized(config, actor)
+        yield from _routing_replay(config, actor)
 
 
 def _fp8(config: RunConfig, holder: ModelHolder) -> Iterator[Conflict]:
@@ -198,6 +200,27 @@ def _sharding(holder: ModelHolder, shape: ModelShape) -> Iterator[Conflict]:
             f"{off}=false: Megatron-core trains experts at t={sizes.tp_size} with sequence parallelism alone; set"
             f" {off}=true, or t=1",
             (off, *keys),
+        )
+
+
+def _router_losses(holder: ModelHolder, shape: ModelShape) -> Iterator[Conflict]:
+    """Yield losses of routers that a dense model does not have."""
+    for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+        key, value = f"{holder.name}.{name}", getattr(holder.settings, name)
+        if value and shape.experts is None:
+            yield Conflict(
+                f"{key}={value:g} needs a mixture of experts, found {shape.family}; set 0, or use another model",
+                (key, "model", f"{holder.key}.path"),
+            )
+
+
+def _routing_replay(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
+    """Yield what prevents training with the experts that engines have chosen."""
+    key = "rollout.routing_replay"
+    if config.rollout.routing_replay and shape.experts is None:
+        yield Conflict(
+            f"{key}=true needs a mixture of experts, found {shape.family}; set {key}=false, or use another model",
+            (key, "model"),
         )
 
 

@@ -46,7 +46,7 @@ class OptimizerSection(Section):
 
 
 class MegatronSettings(Section):
-    """Features of Megatron-core; except for fp8, results change by float32 rounding at most."""
+    """Features of Megatron-core; except for fp8 and losses, results change by float32 rounding at most."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass instead of stored; selective: those of MLPs."""
@@ -59,6 +59,10 @@ class MegatronSettings(Section):
     fp8: Literal["none", "tensorwise", "blockwise", "mxfp8"] = "none"
     """Scaling of matrix products in 8 bits by Transformer Engine, on GPUs that have them; results change within FP8's
     precision."""
+    router_aux_loss_coef: NonNegative = 0.0
+    """Weight of the loss that balances the load of a mixture's experts; 1 is its value if they are balanced."""
+    router_z_loss_coef: NonNegative = 0.0
+    """Weight of the mean squared log-sum-exp of a mixture's router logits, which keeps them small."""
 
 
 class TrainedSection(MegatronSettings):

@@ -156,6 +156,8 @@ class RolloutSection(Section):
     cuda_graphs: bool | None = None
     """Capture CUDA graphs for decoding, by default on GPUs; weights then use vLLM's sleep mode, which allocates them all
     at once."""
+    routing_replay: bool = False
+    """Train a mixture with the experts that the engine has chosen for each token; they travel with the responses."""
 
 
 class GenerationSection(Section):

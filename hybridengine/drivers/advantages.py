@@ -236,6 +236,8 @@ def rollout_metrics(
         if version is not None:
             same = mask & ((rows["versions"] == version) | ~mask).all(1, keepdim=True)
         metrics[keys.LOG_PROB_ABS_DIFF_MAX] = float(across.max(masked_max(difference, same)))
+        found = across.sum(torch.stack([masked_sum(difference, same), same.sum()]).double()).tolist()
+        metrics["rollout/log_prob_abs_diff_mean"] = found[0] / max(1.0, found[1])
         entropies = float(across.sum(masked_sum(rows["entropies"], mask).double()))
         metrics["rollout/entropy_mean"] = entropies / max(1.0, num_tokens)
     trained = trained_tokens(rows, mask & keep[:, None], algorithm)

@@ -26,8 +26,6 @@ class ExpertSizes:
     """First layers of the model, which have an MLP in place of experts."""
     normalizes: bool = True
     """True if the weights of a token's experts add up to 1."""
-    aux_loss: float = 0.0
-    """Coefficient of the auxiliary loss that balances the experts' load."""
 
 
 @dataclass(frozen=True)

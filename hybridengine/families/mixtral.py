@@ -14,7 +14,6 @@ MIXTRAL = MixtureFamily(
         "rope_theta": 1e6,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 0.001,
     },
     built_config={"sliding_window": None},
     has_window=True,
@@ -25,6 +24,5 @@ MIXTRAL = MixtureFamily(
         "num_experts": "num_local_experts",
         "num_active": "num_experts_per_tok",
         "ffn_hidden_size": "intermediate_size",
-        "aux_loss": "router_aux_loss_coef",
     },
 )

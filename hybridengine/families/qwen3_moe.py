@@ -37,7 +37,6 @@ QWEN3_MOE = Qwen3Moe(
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "norm_topk_prob": False,
-        "router_aux_loss_coef": 0.001,
     },
     built_config={"norm_topk_prob": True},
     qk_norm=True,
@@ -46,6 +45,5 @@ QWEN3_MOE = Qwen3Moe(
         "num_active": "num_experts_per_tok",
         "ffn_hidden_size": "moe_intermediate_size",
         "normalizes": "norm_topk_prob",
-        "aux_loss": "router_aux_loss_coef",
     },
 )

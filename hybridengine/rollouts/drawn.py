@@ -24,6 +24,8 @@ class Drawn:
     """Log-probabilities at which the tokens were drawn, float32 [T]."""
     versions: np.ndarray
     """Versions of the weights that drew them, int32 [T]."""
+    routes: tuple[np.ndarray, ...] = ()
+    """New experts of each response's tokens, [n, L, K] (`Response.routes`); none unless engines keep them."""
 
     def parts(self) -> Iterator[tuple[int, bool, slice]]:
         """Yield (number, has ended, place of its new tokens) of every response."""

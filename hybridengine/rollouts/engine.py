@@ -78,6 +78,7 @@ class PoolEngine:
             "prompt_numbers": torch.tensor(numbers) // config.rollout.samples_per_prompt,
             "seeds": torch.tensor(seeds) % 2**31,
             "drawn_lengths": torch.tensor(lengths),
+            "drawn_routes": torch.tensor([rollout.num_routed for rollout in rollouts]),
             "drawn_tokens": padded([rollout.tokens for rollout in rollouts], max(lengths), 0, torch.int32),
         }
         rows = Rows.of(TensorDict(columns, batch_size=[len(rollouts)]))  # pyright: ignore[reportArgumentType]

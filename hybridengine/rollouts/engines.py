@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -23,6 +24,7 @@ from hybridengine.rollouts.engine import ActorEngine, PoolEngine, padded
 from hybridengine.rollouts.order import CallOrder, Wait
 from hybridengine.rollouts.pushes import Pushes
 from hybridengine.rollouts.queue import QUEUE_FILE, Rollout, RolloutQueue, read_queue, save_queue
+from hybridengine.rows.micro_batches import ROUTES, padded_routes
 
 
 class Scorers(Protocol):
@@ -291,6 +293,12 @@ class Engines:
             "versions": versions,
             "fresh": fresh_tokens(versions, response_mask(lengths, width), version, self.max_versions),
         }
+        parts = [part for rollout in rollouts for part in rollout.routes]
+        if (
+            self._config.rollout.routing_replay and parts
+        ):  # those drawn before the run had this setting have none
+            routes = [np.concatenate([parts[0][:0], *rollout.routes]) for rollout in rollouts]
+            columns[ROUTES] = padded_routes(routes, self._config.max_tokens)
         return TensorDict(columns, batch_size=[len(rollouts)])  # pyright: ignore[reportArgumentType]
 
     # ---- faults ----

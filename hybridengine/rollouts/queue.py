@@ -48,7 +48,14 @@ class Rollout:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)
+    """Experts of consecutive tokens of prompt and response, [n, L, K] each; none unless engines keep them."""
     has_ended: bool = False
+
+    @property
+    def num_routed(self) -> int:
+        """Number of tokens whose experts are known."""
+        return sum(map(len, self.routes))
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,7 @@ class RolloutQueue:
 
     def record(self, drawn: Drawn) -> None:
         """Add new tokens to their responses; WorkerError for a response that is not there or has ended."""
-        for number, has_ended, place in drawn.parts():
+        for index, (number, has_ended, place) in enumerate(drawn.parts()):
             rollout = self._rollouts.get(number)
             if rollout is None or rollout.has_ended:
                 raise WorkerError(
@@ -132,6 +139,7 @@ class RolloutQueue:
             rollout.tokens += drawn.tokens[place].tolist()
             rollout.log_probs += drawn.log_probs[place].tolist()
             rollout.versions += drawn.versions[place].tolist()
+            rollout.routes += drawn.routes[index : index + 1]
             rollout.has_ended = has_ended
             prompt = number // self.samples
             if has_ended and all(one.has_ended for one in self._of(prompt)):
@@ -194,6 +202,7 @@ class RolloutQueue:
     def state(self) -> dict[str, np.ndarray]:
         """Return everything in the queue as arrays, for a checkpoint."""
         rollouts = [*self._rollouts.values()]
+        routes = [part for rollout in rollouts for part in rollout.routes]
         return {
             "settings": np.array([*self._settings.values()], dtype=np.int64),
             "counters": np.array(
@@ -208,6 +217,8 @@ class RolloutQueue:
                 [one for rollout in rollouts for one in rollout.log_probs], dtype=np.float32
             ),
             "versions": np.array([one for rollout in rollouts for one in rollout.versions], dtype=np.int32),
+            "route_lengths": np.array([rollout.num_routed for rollout in rollouts], dtype=np.int64),
+            **({"routes": np.concatenate(routes)} if routes else {}),
         }
 
     def begin_at(self, version: int) -> None:
@@ -233,6 +244,10 @@ class RolloutQueue:
             for name in ("tokens", "log_probs", "versions"):
                 setattr(rollout, name, state[name][end - length : end].tolist())
             rollout.has_ended = has_ended
+        if "routes" in state:
+            parts = np.split(state["routes"], np.cumsum(state["route_lengths"])[:-1])
+            for rollout, part in zip(self._rollouts.values(), parts, strict=True):
+                rollout.routes = [part]
 
 
 def read_queue(config: RunConfig, file: Path) -> tuple[RolloutQueue, str]:

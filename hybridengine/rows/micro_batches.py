@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
@@ -16,6 +17,8 @@ from hybridengine.rows.batch import columns_of
 
 SEQUENCE_COLUMNS = ("tokens", "prompt_lengths", "response_lengths")
 """Columns of prompt and response rows."""
+ROUTES = "routes"
+"""Column of the experts of each token, [B, T, L, K] with L layers of K experts each; -1 where the router chooses."""
 CLIENT_COLUMNS = ("tokens", "lengths", "targets")
 """Columns of rows without a prompt: inputs and targets [B, T], and the number of valid positions [B]."""
 
@@ -28,8 +31,9 @@ class MicroRows:
     """Indices of the rows in the batch."""
     columns: dict[str, Tensor]
     """`tokens` [b, t] and `lengths` [b]; `positions` [b, r], that of the token before response token j, -1 beyond the
-    response; `mask` [b, r], see `loss_mask`; and the requested response-aligned columns, [b, r]. Rows without a prompt
-    have all columns at all positions, [b, t], and no `positions`."""
+    response; `mask` [b, r], see `loss_mask`; `routes` [b, t, L, K] if the batch has them; and the requested
+    response-aligned columns, [b, r]. Rows without a prompt have all columns at all positions, [b, t], and no
+    `positions`."""
 
 
 def cut_rows(
@@ -79,6 +83,8 @@ def _columns(batch: TensorDictBase, rows: list[int], response_columns: Sequence[
         "positions": (prompts.unsqueeze(1) - 1 + places).masked_fill(places >= responses.unsqueeze(1), -1),
         "mask": loss_mask(batch, longest, rows),
     }
+    if ROUTES in columns_of(batch):
+        columns[ROUTES] = batch[ROUTES][rows, :width]
     return columns | {name: batch[name][rows, :longest] for name in response_columns}
 
 
@@ -102,6 +108,14 @@ def with_empty_rows(batch: TensorDict, num_rows: int) -> TensorDict:
     """Return the rows, followed by rows of zeros if there are fewer than `num_rows`: each replica needs one."""
     empty = batch[:1].apply(torch.zeros_like)
     return cast(TensorDict, torch.cat([batch, *[empty] * (num_rows - len(batch))]))  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def padded_routes(routes: Sequence[np.ndarray], width: int) -> Tensor:
+    """Return the experts of rows of `width` tokens, [B, width, L, K]; -1 where an engine has chosen none."""
+    padded = np.full((len(routes), width, *routes[0].shape[1:]), -1, routes[0].dtype)
+    for row, one in zip(padded, routes, strict=True):
+        row[: len(one)] = one
+    return torch.from_numpy(padded)
 
 
 def gather_rows(parts: Sequence[tuple[MicroRows, Tensor]], num_rows: int, width: int) -> Tensor:

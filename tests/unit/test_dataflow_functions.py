@@ -251,6 +251,7 @@ def test_metrics_are_means_over_tokens() -> None:
     assert found["rollout/entropy_mean"] == pytest.approx(mean(lambda at: float(ROWS["entropies"][at])))
     differences = [abs(float(ROWS["log_probs"][at] - ROWS["rollout_log_probs"][at])) for at in places]
     assert found["rollout/log_prob_abs_diff_max"] == pytest.approx(max(differences))
+    assert found["rollout/log_prob_abs_diff_mean"] == pytest.approx(sum(differences) / len(differences))
     assert found["rollout/response_tokens_mean"] == sum(LENGTHS) / NUM_ROWS
     assert found["rollout/tokens"] == sum(LENGTHS) + 2 * NUM_ROWS
     assert found["reward/short_mean"] == 6.0 / 6

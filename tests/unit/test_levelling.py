@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 import pytest
 
-from hybridengine.backends.engine import Request, SamplingSettings
+from hybridengine.backends.engine import Request, Response, SamplingSettings
 from hybridengine.backends.levelling import Move, Queue, continued, moves
 
 
@@ -41,7 +42,9 @@ def test_the_last_waiting_request_goes_to_the_engine_with_most_free_slots():
 
 def test_a_continued_request_draws_the_tokens_that_are_left():
     request = Request("0/7", (5, 6), 11, SamplingSettings(10, 0.8, stop_token_ids=(3,)))
-    once = continued(request, [21, 22])
+    once = continued(request, Response("a", [21, 22]))
     assert once == Request("0/7", (5, 6, 21, 22), 11, SamplingSettings(8, 0.8, stop_token_ids=(3,)), 2)
-    assert continued(once, [23]) == continued(request, [21, 22, 23])
-    assert continued(request, []) == request
+    assert continued(once, Response("a", [23])) == continued(request, Response("a", [21, 22, 23]))
+    assert continued(request, Response("a")) == request
+    routed = continued(request, Response("a", [21], routes=np.zeros((4, 1, 2), np.int8)))
+    assert routed.num_routed == 4

@@ -35,6 +35,7 @@ SHOWN = {
     "Share of tokens by age": ("staleness/age_0_share", "staleness/age_12_share", "staleness/older_share"),
     "Responses in the queue": ("queue/complete", "queue/unfinished"),
     "Share of the step without a call, by pool": ("idle/main_share", "idle/engines.0_share"),
+    "Load of a mixture's experts": ("actor/expert_load_max", "critic/expert_idle_share"),
     "Loss": ("actor/policy_loss", "critic/value_loss", "actor/kl_loss", "actor/dpo_loss", "warmup/loss"),
     "Gradient norm": ("actor/grad_norm", "critic/grad_norm"),
     "Share of clipped ratios": ("actor/clip_fraction", "actor/dual_clip_fraction", "critic/clip_fraction"),
@@ -50,7 +51,8 @@ SHOWN = {
 """Figure -> metrics of the runs that have it."""
 NOT_SHOWN = (
     "step", "time/step_s", "actor/lr", "transfer/bytes", "switch/received_bytes", "controller/overhead_s",
-    "reward/calls", "rollout/response_tokens_p50", "rollout/tokens", "queue/wait_s", "staleness/older_share_quarter_1",
+    "reward/calls", "actor/router_aux", "rollout/response_tokens_p50", "rollout/tokens", "queue/wait_s",
+    "staleness/older_share_quarter_1",
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -202,6 +203,21 @@ def test_a_state_of_other_settings_is_refused(samples: int, prompts: int, eta: i
     with pytest.raises(CheckpointError, match=message):
         RolloutQueue(samples, prompts, 4, StalenessSection(max_versions=eta)).load_state(before.state())
     RolloutQueue(2, 3, 9, StalenessSection(max_versions=5)).load_state(before.state())
+
+
+def test_experts_of_responses_in_flight_are_saved_with_them(tmp_path: Path) -> None:
+    """The first response has a prompt of 3 tokens, 2 of them drawn in one call and 1 in the next; the second waits."""
+    run, file = load_config(ROOT / "configs/async-grpo.yaml"), tmp_path / "rollouts.safetensors"
+    queue = RolloutQueue.of(run)
+    first, _ = queue.admit(2)
+    routes = np.arange(5 * 2 * 3, dtype=np.int8).reshape(5, 2, 3)
+    queue.record(replace(drawn((first.number, 2, False)), routes=(routes[:4],)))
+    queue.record(replace(drawn((first.number, 1, False)), routes=(routes[4:],)))
+    save_queue(queue, "ab" * 32, file)
+    resumed, waiting = read_queue(run, file)[0].unfinished()
+    assert (resumed.num_routed, waiting.num_routed) == (5, 0)
+    np.testing.assert_array_equal(np.concatenate(resumed.routes), routes)
+    assert resumed.routes[0].dtype == np.int8
 
 
 def test_responses_in_flight_are_saved_with_their_prompts(tmp_path: Path) -> None:

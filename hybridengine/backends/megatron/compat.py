@@ -9,6 +9,7 @@ gradients reduced in groups    buckets are those of the switch, one per paramete
 buffers released by bucket     the contiguous parameter buffer is replaced by one tensor per bucket
 optimizer state by parameter   ranges and moments of a distributed optimizer are read from its internal structures
 weights in 8 bits              modules of Transformer Engine keep copies, also while another mode needs the memory
+routers                        parts of a layer of experts are named in its spec, or in a partial function
 one replica                    reduce-scatter and all-gather within one rank, which copy everything, are skipped
 routers                        0.16 looks up Transformer Engine's product, also without Transformer Engine
 settings of one step           parameter groups hold a multiple of the weight decay; the optimizers' config the clipping
@@ -17,6 +18,7 @@ settings of one step           parameter groups hold a multiple of the weight de
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +35,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import nn
 
 from hybridengine.backends.megatron.attention import PackedAttention, RmsNorm
+from hybridengine.backends.megatron.routing import Router
 from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.families.family import ExpertSizes, NameSet
 from hybridengine.families.registry import FAMILIES
@@ -55,16 +58,27 @@ def stage_spec(names: NameSet, shape: ModelShape, layers: range) -> TransformerB
 def _layer_spec(names: NameSet, shape: ModelShape, experts: ExpertSizes | None) -> ModuleSpec:
     qk_norm, num_experts = FAMILIES[shape.family].qk_norm, experts.num_experts if experts else None
     if names is NameSet.TRANSFORMER_ENGINE:
-        return get_gpt_layer_with_transformer_engine_spec(
+        layer = get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=qk_norm, num_experts=num_experts, moe_grouped_gemm=experts is not None
         )
+        if experts:
+            _set_router(layer)
+        return layer
     layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, num_experts=num_experts, normalization="RMSNorm")
     attention: Any = layer.submodules.self_attention.submodules  # type: ignore[union-attr]
     attention.core_attention = PackedAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RmsNorm  # type: ignore[union-attr]
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
+    if experts:
+        _set_router(layer)
     return layer
+
+
+def _set_router(layer: ModuleSpec) -> None:
+    mlp: Any = layer.submodules.mlp  # type: ignore[union-attr]
+    submodules = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+    submodules.router = Router
 
 
 @contextlib.contextmanager

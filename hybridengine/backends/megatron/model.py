@@ -25,6 +25,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from hybridengine.backends.megatron.compat import fusion_without_apex, stage_spec
+from hybridengine.backends.megatron.routing import connect_routers
 from hybridengine.backends.megatron.shim import device, device_shim, is_needed
 from hybridengine.backends.places import Places
 from hybridengine.backends.predictions import Predictions
@@ -217,6 +218,9 @@ def build_chunks(
                 vp_stage=chunk if sizes.virtual_stages > 1 else None,
             )
             _mark_sharded(model)
+            if shape.experts is not None:
+                coefs = settings.router_aux_loss_coef, settings.router_z_loss_coef
+                connect_routers(model, blocks[block], shape.experts, coefs)
             if last:
                 place = groups.tp, config.sequence_parallel
                 model.output_layer = (  # type: ignore[assignment]

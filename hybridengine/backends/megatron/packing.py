@@ -3,7 +3,8 @@
 Of the 2c equal parts of each row, context-parallel rank r of c holds parts r and 2c-1-r: Megatron-core's order, in which
 all ranks compute as much causal attention.
 
-Shapes: B rows, T tokens of a row, R wanted positions, S tokens of a pack, N wanted outputs of this rank.
+Shapes: B rows, T tokens of a row, R wanted positions, S tokens of a pack, N wanted outputs of this rank, L layers with
+experts, K experts of a token.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from hybridengine.backends.megatron.routing import RoutedPack
 from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.places import Places
 from hybridengine.backends.policy import MicroBatch
+from hybridengine.rows.micro_batches import ROUTES
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,8 @@ class Pack:
     """This rank's tokens, [1, S / c]."""
     offsets_1S: Tensor
     """The position of each token in its row."""
-    params: PackedSeqParams
-    """Bounds of the rows among all S tokens."""
+    params: RoutedPack
+    """Bounds of the rows among all S tokens, and the routes of this rank's share."""
     wanted_N: Tensor
     """Indices of this rank's tokens whose outputs are wanted."""
     places: Places
@@ -46,6 +49,7 @@ class Packing:
     context: dist.ProcessGroup
     tp_size: int
     """Tensor-parallel ranks with a part of the sequence each; 1 without sequence parallelism."""
+    tp_rank: int = 0
     multiple: int = 1
     """Number of which a rank's tokens are a multiple, as matrix products in FP8 need it."""
 
@@ -67,7 +71,11 @@ class Packing:
 
     def empty_like(self, pack: Pack) -> Pack:
         """Return a pack of as many tokens as another's, whose outputs nobody wants."""
-        batch = {"tokens": torch.zeros(1, 1, dtype=torch.int64), "positions": torch.full((1, 1), -1)}
+        batch = {
+            "tokens": torch.zeros(1, 1, dtype=torch.int64),
+            "positions": torch.full((1, 1), -1),
+            "weight": torch.zeros(()),
+        }
         size = pack.tokens_1S.size(1) * self.context.size()
         return replace(self._pack(batch, size), columns={})
 
@@ -102,22 +110,41 @@ class Packing:
             index_S[held] = torch.arange(len(held))
             here = index_S[wanted_N] >= 0
             entries_N, wanted_N = entries_N[here], index_S[wanted_N][here]
+        routed = self._routed(batch, inside_S, row_S, offset_S, held)
         longest = int(bounds.diff().max())
         bounds = bounds.int().to(device())
         return Pack(
             tokens_S[held].unsqueeze(0).to(device()),
             offset_S[held].unsqueeze(0).to(device()),
-            PackedSeqParams(
+            RoutedPack(
                 qkv_format="thd",
                 cu_seqlens_q=bounds,
                 cu_seqlens_kv=bounds,
                 max_seqlen_q=longest,
                 max_seqlen_kv=longest,
+                **routed,
             ),
             wanted_N.to(device()),
             Places(tuple(positions_BR.shape), entries_N.to(device()), self.context),
-            {name: tensor.to(device()) for name, tensor in batch.items()},
+            {name: tensor.to(device()) for name, tensor in batch.items() if name != ROUTES},
         )
+
+    def _routed(
+        self, batch: MicroBatch, inside_S: Tensor, row_S: Tensor, offset_S: Tensor, held: Tensor
+    ) -> dict[str, Any]:
+        """Return how the tokens of this rank are routed: those of its layers, of which tensor ranks may have parts."""
+        own = held.chunk(self.tp_size)[self.tp_rank]
+        weight = batch["weight"] if "weight" in batch else batch.get("mask", inside_S).sum()
+        routed = {"is_token_N": inside_S[own].to(device()), "weight": float(weight)}
+        if ROUTES not in batch:
+            return routed
+        routes_BTLK = batch[ROUTES].cpu()
+        rows, places = (
+            row_S[own].clamp(max=routes_BTLK.size(0) - 1),
+            offset_S[own].clamp(max=routes_BTLK.size(1) - 1),
+        )
+        routes_NLK = routes_BTLK[rows, places].masked_fill(~inside_S[own][:, None, None], -1)
+        return routed | {"routes_NLK": routes_NLK.to(device())}
 
 
 def held_tokens(bounds: Tensor, cp_size: int) -> list[Tensor]:

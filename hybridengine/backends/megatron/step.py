@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hybridengine.backends.megatron import compat
 from hybridengine.backends.megatron.packing import Pack, Packing
+from hybridengine.backends.megatron.routing import RoutingTotals
 from hybridengine.backends.megatron.shim import device, device_shim
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction
 from hybridengine.topology.sizes import TrainSizes
@@ -33,6 +34,7 @@ class PipelineRunner:
         chunks: Sequence[GPTModel],
         sizes: TrainSizes,
         groups: ProcessGroupCollection,
+        routing: RoutingTotals | None = None,
     ) -> None:
         self.groups, self._sizes = groups, sizes
         self._modules, self._chunks = list(modules), dict(zip(modules, chunks, strict=True))
@@ -41,7 +43,8 @@ class PipelineRunner:
         self._num_tokens: Tensor | None = None
         tp_size = groups.tp.size() if self._config.sequence_parallel else 1
         multiple = get_fp8_align_size(self._config.fp8_recipe) if self._config.fp8 else 1
-        self._packing = Packing(groups.cp, tp_size, multiple)
+        self._packing = Packing(groups.cp, tp_size, groups.tp.rank() % tp_size, multiple)
+        self.routing = routing
         self._communicator = P2PCommunicator(pp_group=groups.pp, config=self._config)
         self._connect_stages()
 
@@ -170,4 +173,6 @@ class PipelineRunner:
             for chunk in self._chunks.values():
                 # Otherwise it keeps the last activation that it has received.
                 chunk.set_input_tensor(None)  # pyright: ignore[reportArgumentType]
+            if self.routing is not None and not forward_only:
+                self.routing.add([pack.params for pack in packs if pack.columns])
             return results[len(results) - len(batches) :] if results else []

@@ -21,6 +21,7 @@ from hybridengine.backends.megatron import compat
 from hybridengine.backends.megatron.groups import build_groups
 from hybridengine.backends.megatron.model import DTYPES, build_chunks
 from hybridengine.backends.megatron.offload import OptimizerOffload
+from hybridengine.backends.megatron.routing import RoutingTotals
 from hybridengine.backends.megatron.shim import device_shim
 from hybridengine.backends.megatron.step import PipelineRunner
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
@@ -119,7 +120,8 @@ class MegatronTrainer(MegatronModel):
         self.weights = WeightStorage(by_name, by_owner, current=self._parameters)
         self._gradients: list[Tensor] = [buffer.grad_data for buffer in compat.buffers(self._replicated)]
         self._gradient_bytes = [buffer.untyped_storage().nbytes() for buffer in self._gradients]
-        self._runner = PipelineRunner(self._replicated, self._chunks, grid.sizes, self.groups)
+        routing = shape.experts and RoutingTotals(shape.experts, shape.num_layers, self.groups)
+        self._runner = PipelineRunner(self._replicated, self._chunks, grid.sizes, self.groups, routing)
 
     def start_optimizer(
         self, settings: OptimizerSection, decay_steps: int = 1_000_000, offload: str = "none"
@@ -242,6 +244,18 @@ class MegatronTrainer(MegatronModel):
             self.advance_schedule()
         self.version += 1
         return StepResult(float(grad_norm), lr)
+
+    def take_routing(self) -> dict[str, float]:
+        """Return metrics of the routers in all training passes since the last call; empty for a dense model.
+
+        Collective over all ranks of the model.
+        """
+        return self._runner.routing.take() if self._runner.routing is not None else {}
+
+    def drop_routing(self) -> None:
+        """Forget what routers have counted."""
+        if self._runner.routing is not None:
+            self._runner.routing.drop()
 
     def advance_schedule(self) -> float:
         """Advance the learning-rate schedule by a step; return the new rate."""

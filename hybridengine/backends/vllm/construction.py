@@ -48,6 +48,8 @@ class EngineSettings:
     """Capture CUDA graphs, by default on a GPU; weights then use vLLM's sleep mode, since their addresses are fixed."""
     quantization: Literal["none", "fp8"] = "none"
     """Type of the matrices of all layers: that of the model, or FP8 with a scale for each block."""
+    keep_routes: bool = False
+    """Keep the experts that compute each token, and tell them with the responses."""
     tokenizer: str | None = None
     """Tokenizer folder, required for stop strings; None for an engine that only handles tokens."""
 
@@ -62,6 +64,7 @@ class EngineSettings:
             seed=run.run.seed,
             cuda_graphs=run.rollout.cuda_graphs,
             quantization=run.rollout.quantization,
+            keep_routes=run.rollout.routing_replay,
             tokenizer=tokenizer,
         )
 

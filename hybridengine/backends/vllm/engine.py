@@ -6,6 +6,7 @@ seed, so that tensor-parallel peers, which sample independently, draw equal toke
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from hybridengine.backends.vllm.groups import install_groups
 from hybridengine.backends.vllm.host_segments import HostSegments
 from hybridengine.backends.vllm.quantized import QuantizedWeights
 from hybridengine.backends.vllm.requests import RunningRequests
+from hybridengine.backends.vllm.routes import RequestRoutes, routes_cached
 from hybridengine.backends.vllm.sleeping import CuMemSegments, SleepingWeights
 from hybridengine.errors import DataError, StorageError
 from hybridengine.importing import nothing_collected
@@ -62,7 +64,9 @@ class VllmEngine:
             importlib.import_module("vllm.v1.engine.core")
         with process_state_kept():
             install_groups(generation, identity)
-            self._llm = build_llm(folder, generation, settings, stages, on_gpu)
+            with contextlib.ExitStack() as stack:
+                caches = stack.enter_context(routes_cached(shape)) if settings.keep_routes else []
+                self._llm = build_llm(folder, generation, settings, stages, on_gpu)
         self._engine = self._llm.llm_engine
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         prepare_pipeline(self._runner, generation)
@@ -71,8 +75,9 @@ class VllmEngine:
             self.weights = QuantizedWeights(self.weights, self._runner.model_config.dtype)
         self.version = 0
         """Version of the weights that produce the next tokens."""
-        self._caches = _cache_storages(self._runner.kv_caches)
-        self._requests = RunningRequests(self._engine, self._runner)
+        self._caches = _cache_storages([*self._runner.kv_caches, *(cache.experts_SLK for cache in caches)])
+        routes = RequestRoutes(self._engine, caches[0]) if caches else None
+        self._requests = RunningRequests(self._engine, self._runner, routes)
         self._settings, self._vocab_size = settings, shape.vocab_size
         self._is_ready = True
 

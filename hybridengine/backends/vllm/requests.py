@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hybridengine.backends.engine import Request, Response, SamplingSettings
+from hybridengine.backends.vllm.routes import RequestRoutes
 
 
 def position_seed(seed: int, position: int) -> int:
@@ -24,8 +25,8 @@ class RunningRequests:
     and draws by seed and position itself.
     """
 
-    def __init__(self, engine: Any, runner: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, runner: Any, routes: RequestRoutes | None = None) -> None:
+        self._engine, self._routes = engine, routes
         self._states: dict[str, Any] | None = getattr(runner, "requests", None)
         """States with a generator, by request, of the first runner."""
         self._running: dict[str, tuple[Request, Response]] = {}
@@ -53,6 +54,8 @@ class RunningRequests:
 
     def progress(self) -> list[Response]:
         """Return the responses that `step` has not returned, with their tokens so far."""
+        for name, (_, response) in self._running.items():
+            response.routes = self._routes.so_far(name) if self._routes else None
         return [response for _, response in self._running.values()] + self._ended
 
     def add(self, requests: Sequence[Request], version: int) -> None:
@@ -69,6 +72,8 @@ class RunningRequests:
                 }
                 name = self._engine.add_request(request.request_id, prompt, params)
                 self._running[name] = request, Response(request.request_id)
+                if self._routes:
+                    self._routes.begin(name, request.num_routed)
         except BaseException:
             self.abort(request.request_id for request in requests)
             raise
@@ -103,7 +108,7 @@ class RunningRequests:
             response.versions += [version] * len(drawn.token_ids)
             if output.finished:
                 response.finish_reason = drawn.finish_reason
-                self._ended.append(self._running.pop(name)[1])
+                self._ended.append(self._pop(name))
 
     def _reseed(self) -> None:
         """Seed the generators for the next draw of each request."""
@@ -119,7 +124,12 @@ class RunningRequests:
         self._engine.abort_request(names, internal=True)
         ended = [response for response in self._ended if response.request_id in wanted]
         self._ended = [response for response in self._ended if response.request_id not in wanted]
-        return [*ended, *(self._running.pop(name)[1] for name in names)]
+        return [*ended, *map(self._pop, names)]
+
+    def _pop(self, name: str) -> Response:
+        _, response = self._running.pop(name)
+        response.routes = self._routes.take(name) if self._routes else None
+        return response
 
 
 def _sampling_params(sampling: SamplingSettings, seed: int) -> Any:

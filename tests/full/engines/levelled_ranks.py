@@ -49,15 +49,23 @@ class Seen:
     moved_with_strings: list[int]
 
 
+def prompts_of(place: int) -> list[list[int]]:
+    """Return the prompts of one engine's rows, of which every fourth is the same."""
+    rows = range(len(LENGTHS[place]))
+    return [[3 + row % 4, 17, 40 + place, *range(PROMPT_TOKENS - 3)] for row in rows]
+
+
 def draw(rank: int, folder: Path, generation: GenerationGrid) -> Seen:
     identity = take_place(rank)
     shape = ModelShape.from_folder(folder)
-    settings = EngineSettings(256, SLOTS, 16 * 2**20, tokenizer=str(folder))
+    settings = EngineSettings(
+        256, SLOTS, 16 * 2**20, keep_routes=shape.experts is not None, tokenizer=str(folder)
+    )
     engine = VllmEngine(folder, shape, generation, settings, identity)
     engine._runner.model.load_weights(load_file(folder / "model.safetensors").items())
     peers = Peers(generation, rank, 60.0)
     lengths = LENGTHS[peers.place]
-    prompts = [[3 + row % 4, 17, 40 + peers.place, *range(PROMPT_TOKENS - 3)] for row in range(len(lengths))]
+    prompts = prompts_of(peers.place)
     seeds = [100 * peers.place + row for row in range(len(lengths))]
     sampling = [SamplingSettings(length, 0.9) for length in lengths]
     steps, moved = [0], list[int]()
