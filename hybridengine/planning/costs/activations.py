@@ -8,7 +8,7 @@
 
 What belongs to heads or to the MLP is divided by t, and with sequence parallelism hidden states are too. In the backward
 pass, a layer's MLP needs most beside what is kept. Layers without Transformer Engine, as on a CPU, keep more; with FP8, a
-matrix keeps its input in 8 bits, which is not counted.
+matrix keeps its input in 8 bits, which is not counted. `mixtures` has the layers with experts.
 
 Source: Korthikanti et al., arXiv 2205.05198, section 4, adapted to grouped queries and gated MLPs, and the source of
 Transformer Engine 2.20 (`module/layernorm_linear.py`, `attention/`).
@@ -16,12 +16,13 @@ Transformer Engine 2.20 (`module/layernorm_linear.py`, `attention/`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridengine.config.role_sections import MegatronSettings
 from hybridengine.families.registry import FAMILIES
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.costs.lengths import MicroBatches
+from hybridengine.planning.costs.mixtures import mixture_bytes
 from hybridengine.topology.sizes import TrainSizes
 
 LOGIT_BUFFERS = 2
@@ -69,6 +70,21 @@ def layer_bytes(
     return LayerBytes(hidden, 4 * hidden + 8 / parts + heads / tp_size, 3 * ffn, working, forward)
 
 
+def mixed_layer_bytes(
+    shape: ModelShape, sizes: TrainSizes, dtype: str, settings: MegatronSettings = MegatronSettings()
+) -> LayerBytes:
+    """Return the bytes of a layer with experts, whose norm is a layer of its own: its output is kept as well."""
+    alone = layer_bytes(replace(shape, ffn_hidden_size=0), sizes.tp_size, dtype, settings)
+    behind = mixture_bytes(shape, sizes, dtype, sequence_parallel=settings.sequence_parallel)
+    return LayerBytes(
+        alone.hidden,
+        alone.kept,
+        behind.kept - alone.hidden,  # the norm's output is one of the inputs of matrices
+        max(alone.working, alone.hidden + behind.working),
+        max(alone.forward, behind.forward),
+    )
+
+
 def activation_bytes(
     shape: ModelShape,
     sizes: TrainSizes,
@@ -84,26 +100,40 @@ def activation_bytes(
     """
     tokens = micro.tokens / sizes.cp_size
     p = sizes.pp_size
-    layer = layer_bytes(shape, sizes.tp_size, dtype, settings)
+    dense = layer_bytes(shape, sizes.tp_size, dtype, settings)
+    mixed = mixed_layer_bytes(shape, sizes, dtype, settings) if shape.experts else dense
     head = _head_bytes(shape, sizes, dtype, micro, settings, trains=trains)
     if not trains:
-        return int(max(layer.forward * tokens, head))
-    kept, again = {
-        "none": (layer.kept, 0.0),
-        # What is computed again exists with its output.
-        "selective": (layer.attention, layer.mlp + layer.hidden),
-        "full": (layer.hidden, layer.kept),
-    }[settings.recompute]
+        return int(max(dense.forward * tokens, mixed.forward * tokens, head))
     first, last = (sizes.passes_in_flight(micro.count, stage) for stage in (0, p - 1))
-    block = kept * len(shape.split_layers(*sizes.blocks)[0])
     # Messages overlap with computing: inputs received ahead and gradients on their way, of blocks that have such.
-    ahead = 2 * min(sizes.virtual_stages - 1, 2) * layer.hidden
-    working = (again + layer.working + ahead) * tokens
+    ahead = 2 * min(sizes.virtual_stages - 1, 2) * dense.hidden
+    blocks = shape.split_layers(*sizes.blocks)
+    at_first, at_last = (
+        [mixed if shape.expert_layer(number) else dense for number in block]
+        for block in (blocks[0], blocks[-1])
+    )
+
+    def held(block: list[LayerBytes]) -> tuple[float, float]:
+        """Return what a block keeps per token, and the most beside it."""
+        kept, beside = zip(*(_kept(layer, settings.recompute) for layer in block), strict=True)
+        return sum(kept), max(beside) + ahead
+
+    (block, working), (last_block, last_working) = held(at_first), held(at_last)
     # Of the last stage, the last block alone sends no output.
-    at_last = (last * block + (last - 1) * layer.hidden) * tokens + max(working, head)
-    if p == 1:
-        return int(at_last)
-    return int(max(first * (block + layer.hidden) * tokens + working, at_last))
+    fullest = (last * last_block + (last - 1) * dense.hidden) * tokens + max(last_working * tokens, head)
+    if p > 1:
+        fullest = max(fullest, first * (block + dense.hidden) * tokens + working * tokens)
+    return int(fullest)
+
+
+def _kept(layer: LayerBytes, recompute: str) -> tuple[float, float]:
+    """Return what a layer keeps, and the most that exists beside it: what is computed again, with its output."""
+    return {
+        "none": (layer.kept, layer.working),
+        "selective": (layer.attention, layer.mlp + layer.hidden + layer.working),
+        "full": (layer.hidden, layer.kept + layer.working),
+    }[recompute]
 
 
 def _head_bytes(

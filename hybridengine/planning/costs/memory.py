@@ -113,10 +113,39 @@ class ModelMemory:
         return StateBytes(idle, idle + infer, whole + update, kept if is_actor else waiting)
 
 
-@lru_cache(maxsize=64)
-def layer_weights(shape: ModelShape) -> int:
-    """Return the number of weights in the matrices of a layer."""
-    return sum(math.prod(size) for size in shape.layer_tensors(0).values() if len(size) > 1)
+@dataclass(frozen=True)
+class LayerWeights:
+    """Number of weights in the matrices of layers."""
+
+    every: int
+    """Those that compute every token: of attention, router and MLP."""
+    experts: int = 0
+    """Those of all experts."""
+    active: int = 0
+    """Those of the experts that compute one token."""
+    attention: int = 0
+    """Those of `every` that belong to attention."""
+
+    @property
+    def of_token(self) -> int:
+        """Number of weights that compute one token."""
+        return self.every + self.active
+
+
+@lru_cache(maxsize=256)
+def layer_weights(shape: ModelShape, layers: range = range(1)) -> LayerWeights:
+    """Return the weights of some layers together, by default of the first."""
+    num_mixed = sum(shape.expert_layer(layer) is not None for layer in layers)
+    every = experts = 0
+    for count, layer in ((len(layers) - num_mixed, 0), (num_mixed, shape.num_layers - 1)):
+        if count:
+            matrices = {name: size for name, size in shape.layer_tensors(layer).items() if len(size) > 1}
+            routed = sum(math.prod(size) for name, size in matrices.items() if is_of_expert(name))
+            every += count * (sum(map(math.prod, matrices.values())) - routed)
+            experts += count * routed
+    active = experts * shape.experts.num_active // shape.experts.num_experts if shape.experts else 0
+    attention = 2 * len(layers) * shape.hidden_size * (shape.q_size + shape.kv_size)
+    return LayerWeights(every, experts, active, attention)
 
 
 def model_memory(
@@ -136,8 +165,11 @@ def model_memory(
     dense, each = num_elements - held.num_of_experts, optimizer_weight_bytes(dtype)
     optimizer_bytes = -(-dense * each // (sizes.dp_size * sizes.cp_size))
     optimizer_bytes += -(-held.num_of_experts * each // sizes.expert_replicas)
-    layers = sum(map(len, shape.split_layers(*sizes.blocks)[:: sizes.pp_size]))
-    matrices = layers * layer_weights(shape) // sizes.tp_size
+    weights = [layer_weights(shape, block) for block in shape.split_layers(*sizes.blocks)[:: sizes.pp_size]]
+    matrices = sum(
+        own.every // sizes.tp_size + own.experts // (sizes.expert_parts * sizes.expert_shards)
+        for own in weights
+    )
     fp8_bytes = int(matrices * FP8_WEIGHT_BYTES[settings.fp8])
     return ModelMemory(weights_bytes, num_elements * GRADIENT_BYTES, optimizer_bytes, fp8_bytes)
 
