@@ -21,6 +21,7 @@ from hybridengine.planning.budget import (
 )
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.vllm import vllm_layout
+from hybridengine.topology.sizes import GenSizes
 from hybridengine.training.dry_run import cost_of
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +63,7 @@ def test_phases_are_sums_of_what_is_there() -> None:
     weights, engine = counted(config)
     actor, critic, reference = (weights[name] for name in ("actor", "critic", "reference"))
     fixed = GPU_BYTES + GRAPH_BYTES
-    computing = 24 * GIB + engine_activations(config, model_shape(config), 2)
+    computing = 24 * GIB + engine_activations(config, model_shape(config), GenSizes(1, 2))
     found = {phase: num_bytes - fixed for phase, num_bytes in budgets(config)["main"].device_bytes.items()}
     assert list(found) == ["start", "load", "training step", "switch", "generation", "save"]
     assert found["start"] == actor + engine + computing

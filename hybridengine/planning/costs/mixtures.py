@@ -59,8 +59,8 @@ def mixture_bytes(
     probabilities = 4 * (experts.num_active if experts.normalizes else experts.num_experts)
     routing = probabilities + 2 * INDEX_BYTES * experts.num_active + 2 * (element + 1) * experts.num_experts
     kept = hidden + routing + arrived + rows * element + 3 * product
-    # The rows sent, and those received, live until the layer returns; the experts' output exists in two orders, and beside
-    # the result of a reduce-scatter, for which NCCL copies equal parts into one tensor.
+    # The rows sent, and those received, live until the layer returns; the experts' output exists in two orders, and
+    # beside the result of a reduce-scatter, for which NCCL copies equal parts into one tensor.
     outside = sent * (2 if sizes.expert_parts > 1 else 1)
     outputs = 2 * arrived
     if sizes.expert_shards > 1:
