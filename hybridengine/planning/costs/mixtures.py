@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from hybridengine.families.family import ExpertSizes
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.costs.clusters import Axis, Fabric
-from hybridengine.topology.sizes import TrainSizes
+from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 INDEX_BYTES = 8
 """Bytes of torch's indices."""
@@ -119,6 +119,14 @@ def stage_axes(sizes: TrainSizes, size: int, stride: int) -> tuple[Axis, ...]:
 def replica_axes(sizes: TrainSizes) -> tuple[Axis, ...]:
     """Return the axes of the ranks that hold the same shards of experts."""
     return stage_axes(sizes, sizes.expert_replicas, sizes.expert_parts * sizes.expert_shards)
+
+
+def engine_axes(sizes: TrainSizes, gen: GenSizes) -> tuple[Axis, ...]:
+    """Return the axes of an engine's tensor ranks, which follow the parts of experts (`GenerationGrid`) if they can."""
+    follows = gen.expert_parts > 1 and sizes.expert_shards == 1 and sizes.expert_parts % gen.expert_parts == 0
+    if follows and sizes.pp_size % gen.pp_size == 0:
+        return stage_axes(sizes, gen.tp_size, sizes.expert_parts // gen.tp_size)
+    return (Axis(gen.tp_size, 1),)
 
 
 def touched_share(shape: ModelShape, num_rows: float) -> float:

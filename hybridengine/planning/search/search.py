@@ -150,6 +150,7 @@ class Search:
         if (engine := option.engine) is None:
             return option
         room = self.capacity_bytes - others_idle_bytes - option.memory.generating - engine.gen_bytes
+        room -= engine.switch.retained_bytes
         if room < engine.least_kv_bytes:
             return None
         return option if room >= engine.kv_bytes else self.options.with_cache(option, room)
@@ -284,7 +285,16 @@ class _PlacementSearch:
         seconds = {name: option.least_seconds for name, option in limited.items()}
         if self._schedule.step_s(seconds) >= self._best_s:
             return
-        pools = [[self._search.options.planned(limited[name]) for name in pool] for pool in self.placement]
+        planned = {name: self._search.options.planned(option) for name, option in limited.items()}
+        pools = []
+        for pool in self.placement:
+            idle = {name: planned[name].memory.idle for name in pool}
+            fitting = [self._search.beside(planned[name], sum(idle.values()) - idle[name]) for name in pool]
+            pools.append(
+                [option for option in fitting if option is not None]
+            )  # training weights may be retained
+            if len(pools[-1]) < len(pool):
+                return
         if all(self._search.fits(pool) for pool in pools):
             plan = Plan.of(self.placement, pools, sizes, self._schedule, self._search.cluster)
             if plan.step_s < self._best_s:
