@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
+
+import numpy as np
 
 from hybridengine.config import RunConfig, holder_shape, model_holders, model_shape
 from hybridengine.config.role_sections import MegatronSettings
@@ -50,34 +52,80 @@ def training_holding(shape: ModelShape, sizes: TrainSizes) -> Holding:
 
 @lru_cache(maxsize=4096)
 def _stage_holding(shape: ModelShape, pp_size: int, tp_size: int, parts: int, shards: int) -> Holding:
-    sizes = TrainSizes(pp_size, tp_size, parts * shards, expert_parts=parts, expert_shards=shards)
-    return _most(
-        megatron_shard(shape, sizes, (stage, 0, 0, 0), NameSet.LOCAL) for stage in _busy_stages(pp_size)
-    )
+    def shard(shape: ModelShape, num_stages: int, stage: int) -> Shard:
+        sizes = TrainSizes(num_stages, tp_size, parts * shards, expert_parts=parts, expert_shards=shards)
+        return megatron_shard(shape, sizes, (stage, 0, 0, 0), NameSet.LOCAL)
+
+    return _fullest(shape, shape.split_layers(pp_size), parts, shard)
 
 
 @lru_cache(maxsize=4096)
 def generation_holding(shape: ModelShape, train_pp_size: int, gen: GenSizes) -> Holding:
     """Return the parameters of an engine's rank at `gen`, given `train_pp_size` training stages."""
+
+    def shard(shape: ModelShape, num_stages: int, stage: int) -> Shard:
+        return vllm_shard(shape, shape.split_layers(num_stages), stage, 0, gen)
+
     stages = shape.gen_stage_layers(train_pp_size, gen.pp_size)
-    return _most(vllm_shard(shape, stages, stage, 0, gen) for stage in _busy_stages(gen.pp_size))
+    return _fullest(shape, stages, gen.expert_parts, shard)
 
 
-def _busy_stages(pp_size: int) -> list[int]:
-    """Return the stages that may be the fullest: the first, the second (with the most inner layers) and the last."""
-    return sorted({0, min(1, pp_size - 1), pp_size - 1})
+def _fullest(
+    shape: ModelShape, stages: tuple[range, ...], parts: int, shard: Callable[[ModelShape, int, int], Shard]
+) -> Holding:
+    """Return the most that a stage holds of anything, given the shard of a stage of a model with as many stages.
+
+    Layers of a kind are equal, and so are experts: models of few layers, with one or two experts in each of `parts`, are
+    counted, and what a layer more adds.
+    """
+    mixed, dense, ends = _layers(shape, parts, shard)
+    found = []
+    # The stages that may be the fullest: the first, the second (with the most inner layers) and the last.
+    for stage in sorted({0, min(1, len(stages) - 1), len(stages) - 1}):
+        place = (len(stages) > 1) + (0 < stage < len(stages) - 1), min(stage, 1)
+        num_mixed = sum(shape.expert_layer(layer) is not None for layer in stages[stage])
+        num_dense = len(stages[stage]) - num_mixed
+        found.append(ends[place] + num_mixed * mixed + num_dense * dense)
+    return Holding(*np.max(found, axis=0).tolist())
 
 
-def _most(shards: Iterable[Shard]) -> Holding:
-    counts = [
-        (
-            shard.num_elements,
-            len(shard.parameters),
-            sum(one.num_elements for one in shard.parameters if is_of_expert(one.name)),
-        )
-        for shard in shards
-    ]
-    return Holding(*map(max, zip(*counts, strict=True)))
+def _layers(
+    shape: ModelShape, parts: int, shard: Callable[[ModelShape, int, int], Shard]
+) -> tuple[np.ndarray, np.ndarray, dict[tuple[int, int], np.ndarray]]:
+    """Return the counts of a layer with experts and of one with an MLP, and those of a stage's other parameters."""
+    one = _counts(shard(_small(shape, 1, 0, parts), 1, 0))
+    mixed = single = _counts(shard(_small(shape, 2, 0, parts), 1, 0)) - one
+    dense = single
+    if shape.experts:
+        more = _counts(shard(_small(shape, 1, 0, 2 * parts), 1, 0)) - one  # an expert more in each part
+        mixed = single + (shape.experts.num_experts // parts - 1) * more
+        dense = _counts(shard(_small(shape, 2, 1, parts), 1, 0)) - one
+    places = (
+        ((0, 0), 1),
+        ((1, 0), 2),
+        ((1, 1), 2),
+        ((2, 1), 3),
+    )  # the only, the first, the last and an inner stage
+    ends = {
+        place: _counts(shard(_small(shape, num_stages, 0, parts), num_stages, place[1])) - single
+        for place, num_stages in places
+    }
+    return mixed, dense, ends
+
+
+@lru_cache(maxsize=256)
+def _small(shape: ModelShape, num_layers: int, num_dense: int, num_experts: int) -> ModelShape:
+    """Return the shape with fewer layers, of which the first have an MLP in place of experts, and fewer experts."""
+    experts = shape.experts
+    if experts is not None:
+        experts = replace(experts, num_dense_layers=num_dense, num_experts=num_experts)
+    return replace(shape, num_layers=num_layers, experts=experts)
+
+
+def _counts(shard: Shard) -> np.ndarray:
+    """Return the elements of a shard, its parameters, and the elements of experts among them."""
+    experts = sum(one.num_elements for one in shard.parameters if is_of_expert(one.name))
+    return np.array([shard.num_elements, len(shard.parameters), experts])
 
 
 @dataclass(frozen=True)
