@@ -34,8 +34,8 @@ def training_sizes(
     """Yield the sizes with which Megatron can train `shape` on `num_ranks` ranks; t and etp are at most `max_tp_size`.
 
     Context ranks have at least a token of the longest row, of `max_tokens` tokens, in each of their two parts. Virtual
-    stages are blocks of equally many layers. Shards of experts are left out where as many parts would do, if the model
-    does not generate: parts take no more time and memory, and only a switch can gain by shards.
+    stages are blocks of equally many layers. Shards of experts are left out where as many parts would do: parts take no
+    more time and memory. If the model `generates`, e = 1 and etp = t stay, whose shards nest in those of engines.
     """
     for model_ranks in divisors(num_ranks):
         for tp_size, cp_size in itertools.product(divisors(model_ranks), divisors(num_ranks // model_ranks)):
@@ -62,7 +62,8 @@ def _with_experts(
     for shards, parts in itertools.product(divisors(ranks), divisors(ranks)):
         if shards > max_shards or ranks % (parts * shards) or shape.expert_problems(parts, shards):
             continue
-        if generates or shards == 1 or experts.num_experts % (parts * shards):
+        nests = generates and parts == 1 and shards == sizes.tp_size
+        if nests or shards == 1 or experts.num_experts % (parts * shards):
             yield replace(sizes, expert_parts=parts, expert_shards=shards)
 
 

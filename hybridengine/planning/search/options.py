@@ -125,6 +125,8 @@ class Options:
         self.workload, self.cluster, self.compute = workload, cluster, compute_of(cluster)
         self.fixed, self.fixed_gen = dict(fixed or {}), fixed_gen
         self._found: dict[tuple[str, int], list[Option]] = {}
+        self._fitting: dict[tuple[str, int, int], list[Option]] = {}
+        self._engines: dict[tuple[object, ...], Engine] = {}
         self._switches: dict[tuple[TrainSizes, GenSizes], SwitchFigures] = {}
         self._generations: dict[tuple[object, ...], float] = {}
         self._pricer = pricer or pricer_of(workload)
@@ -136,6 +138,18 @@ class Options:
             sizes = self._train_sizes(model, num_ranks)
             self._found[key] = [option for one in sizes for option in self._options(model, one)]
         return self._found[key]
+
+    def fitting(self, name: str, num_ranks: int, capacity_bytes: int) -> list[Option]:
+        """Return the options of a model on `num_ranks` ranks that need at most `capacity_bytes` by themselves."""
+        key, model = (name, num_ranks, capacity_bytes), self.workload.model(name)
+        if key not in self._fitting:
+            self._fitting[key] = [
+                option
+                for sizes in self._train_sizes(model, num_ranks)
+                for option in self._options(model, sizes, capacity_bytes)
+                if option.memory.idle + option.extra_bytes <= capacity_bytes
+            ]
+        return self._fitting[key]
 
     def planned(self, option: Option) -> Option:
         """Return the option with the figures of its switch's plan."""
@@ -187,8 +201,14 @@ class Options:
                 return False
         return True
 
-    def _options(self, model: PlannedModel, sizes: TrainSizes) -> Iterator[Option]:
+    def _options(
+        self, model: PlannedModel, sizes: TrainSizes, capacity_bytes: float = math.inf
+    ) -> Iterator[Option]:
+        """Yield the options with given sizes; none if the model's state alone exceeds the capacity."""
         calls, held = self._calls(model.name), self._held(model, sizes)
+        state = held.states(is_actor=model.name == "actor", offloads=model.offloads)
+        if max(state.idle, state.update if model.trains else 0) > capacity_bytes:
+            return
         passes = ModelPasses(model.shape, sizes, self.workload.dtype, self.cluster)
         plain = Option(
             model.name,
@@ -200,25 +220,33 @@ class Options:
         if Work.GENERATE not in plain.works:
             yield plain
             return
+        if plain.memory.idle + plain.extra_bytes > capacity_bytes:
+            return
         for gen in self._engine_sizes(model, sizes):
             if gen == (self.fixed_gen or gen) and not gen_problems(model.shape, gen, sizes.tp_size):
                 yield self._with_engine(plain, gen, held.weights_bytes)
 
     def _engine_sizes(self, model: PlannedModel, sizes: TrainSizes) -> Iterator[GenSizes]:
         """Yield the sizes of engines whose shards contain training shards; of a mixture, those of its experts, which are
-        most of it."""
-        node = self.cluster.devices_per_node
+        most of it. Sizes that the user fixes need not."""
+        shards, parts, fixed = sizes.expert_shards, sizes.expert_parts, self.fixed_gen
+        whole = model.shape.experts is not None and shards == 1
         for pp_size in divisors(sizes.pp_size):
             if pp_size > 1 and sizes.virtual_stages > 1:
                 return
             for tp_size in divisors(sizes.tp_size):
-                yield GenSizes(pp_size, tp_size)
-            if not model.shape.experts:
-                continue
-            for tp_size in divisors(sizes.expert_parts)[1:]:
-                engine = GenSizes(pp_size, tp_size, tp_size)
-                if sizes.expert_shards == 1 and tp_size <= node and not engine.problems_over(sizes):
-                    yield engine
+                gen = GenSizes(pp_size, tp_size)
+                if (
+                    tp_size == 1
+                    or not model.shape.experts
+                    or (parts == 1 and shards == sizes.tp_size)
+                    or gen == fixed
+                ):
+                    yield gen
+            for tp_size in divisors(parts)[1:] if whole else ():
+                gen = GenSizes(pp_size, tp_size, tp_size)
+                if tp_size <= self.cluster.devices_per_node and not gen.problems_over(sizes):
+                    yield gen
 
     def _held(self, model: PlannedModel, sizes: TrainSizes) -> ModelMemory:
         return model_memory(model.shape, sizes, self.workload.dtype, model.settings, trains=model.trains)
@@ -279,7 +307,12 @@ class Options:
     def _engine(self, sizes: TrainSizes, gen: GenSizes) -> Engine:
         shape = self.workload.model("actor").shape
         axes = engine_axes(sizes, gen) if shape.experts else ()
-        return Engine(shape, gen, sizes.pp_size, self.workload.dtype, self.cluster, sizes.num_ranks, axes)
+        key = gen, sizes.pp_size, sizes.num_ranks, axes
+        if key not in self._engines:
+            self._engines[key] = Engine(
+                shape, gen, sizes.pp_size, self.workload.dtype, self.cluster, sizes.num_ranks, axes
+            )
+        return self._engines[key]
 
     def _generate_s(self, sizes: TrainSizes, gen: GenSizes, call: Call, kv_bytes: int) -> float:
         workload, engine = self.workload, self._engine(sizes, gen)

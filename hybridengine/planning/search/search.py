@@ -131,7 +131,7 @@ class Search:
 
     def fitting(self, model: str, size: int) -> list[Option]:
         """Return the options of a model that fit on a rank without other models."""
-        return [option for option in self.options.of(model, size) if self.fits([option])]
+        return self.options.fitting(model, size, self.capacity_bytes)
 
     def useful(self, model: str, size: int) -> list[Option]:
         """Return the fitting options of a model that may be part of the best plan."""
