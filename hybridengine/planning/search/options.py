@@ -105,7 +105,8 @@ class Option:
 
 def pricer_of(workload: Workload) -> SwitchPricer:
     """Return a pricer for switches of the workload's actor."""
-    return SwitchPricer(workload.model("actor").shape, workload.dtype, workload.bucket_bytes)
+    shape = workload.model("actor").shape
+    return SwitchPricer(shape, workload.dtype, workload.bucket_bytes, groups_experts=True)
 
 
 class Options:
