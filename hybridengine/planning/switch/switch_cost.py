@@ -202,8 +202,8 @@ class SwitchCost:
         return hosted_ranks([repeats for _, repeats in self.domains], self.nodes)
 
 
-GROUPED_SHARE = 8
-"""Experts are grouped up to this part of the bytes in flight."""
+GROUPED_SHARE = 4
+"""Experts are grouped until one's matrix has this part of the bytes in flight: two buckets share those."""
 MOST_PRICED = 2
 """Number of costs that a pricer caches; the plans of large models on many ranks take a hundred MB."""
 
@@ -248,11 +248,15 @@ class SwitchPricer:
         """Return the cost of switching to `generation` and back; a PlanError if the engines cannot hold the model."""
         return self._kept(generation, nodes, two_step)
 
+    def grouped(self, generation: GenerationGrid) -> tuple[ModelShape, int]:
+        """Return the shape whose switch is planned, and how many experts its groups have."""
+        most = self.bucket_bytes // DTYPE_BYTES[self.dtype] // GROUPED_SHARE
+        return grouped_experts(self.shape, generation.train.sizes, generation.sizes, most)
+
     def _price(self, generation: GenerationGrid, nodes: NodeMap, two_step: bool) -> SwitchCost:
         shape, element_bytes = self.shape, DTYPE_BYTES[self.dtype]
         if self._groups_experts:
-            most = self.bucket_bytes // element_bytes // GROUPED_SHARE
-            shape, _ = grouped_experts(shape, generation.train.sizes, generation.sizes, most)
+            shape, _ = self.grouped(generation)
         layouts = megatron_layout(shape, generation.train), vllm_layout(shape, generation)
         found = []
         for repeats in distinct_domains(*layouts, nodes):
