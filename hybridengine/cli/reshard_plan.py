@@ -149,7 +149,7 @@ def _price(
 ) -> tuple[SwitchCost, dict[str, Any]]:
     """Return a switch's cost, and its figures as JSON values in bytes and seconds; "max" is the largest of any rank."""
     nodes = cluster.node_map(train.num_ranks)
-    pricer = SwitchPricer(shape, options.dtype, options.bucket_bytes, groups_experts=True)
+    pricer = SwitchPricer(shape, options.dtype, options.bucket_bytes)
     generations = {
         order.name.lower(): GenerationGrid(Grid(train, order), gen, Grouping(options.grouping))
         for order in RankOrder
@@ -176,7 +176,6 @@ def _price(
         "num_ranks": train.num_ranks,
         "num_engines": generation.num_replicas,
         "nests": generation.nests,
-        "experts_together": pricer.grouped(generation)[1],
         **orders[options.order],
         "inter_node_bytes_max": cost.received_bytes_max_by_link[LinkClass.BETWEEN_NODES],
         "num_domains": len(cost.groups),

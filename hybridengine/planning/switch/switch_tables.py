@@ -60,17 +60,6 @@ def _group_lines(cost: SwitchCost, figures: Figures) -> list[str]:
         + ", ".join(alike[:4] + ["..."] * (len(alike) > 4)),
         f"  audited, {figures['num_audited_moves']:,} moves there and back: every element of every shard is written once,"
         " none is lost",
-        *_grouped_lines(figures["experts_together"]),
-    ]
-
-
-def _grouped_lines(count: int) -> list[str]:
-    """Return a line that says that experts were planned in groups of `count`, if they were."""
-    if count == 1:
-        return []
-    return [
-        f"  {count} experts that move alike are planned as one of the same bytes; a run moves each by itself, in smaller"
-        " messages"
     ]
 
 
