@@ -159,7 +159,7 @@ def test_a_mixture_of_235b_fits_80_gb() -> None:
     others = shape.num_parameters - experts
     # The first stage has 12 of the layers, with a quarter of attention and embedding and an eighth of the experts.
     layer = experts / 94 / 8 + 2 * 4096 * (8192 + 512) / 4 + 128 * 4096
-    assert cost.train_shard_bytes_max == pytest.approx(2 * (12 * layer + 151_936 * 4096 / 4), rel=0.001)
+    assert cost.train_shard_bytes_max == pytest.approx(2 * (12 * layer + 151_936 * 4096 / 4), rel=0.002)
     assert cost.gen_shard_bytes_max == pytest.approx(2 * (experts + others) / 8, rel=0.01)
     workspace = (
         8192 * 2 * 8 * (4096 + 4096)
