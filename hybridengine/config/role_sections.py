@@ -49,7 +49,7 @@ class MegatronSettings(Section):
     """Features of Megatron-core; except for fp8 and losses, results change by float32 rounding at most."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations recomputed in the backward pass instead of stored; selective: those of MLPs."""
+    """Activations recomputed in the backward pass instead of stored; selective: those of MLPs and experts."""
     sequence_parallel: bool = True
     """With t > 1, each tensor-parallel rank has a part of the sequence where tensors are not sharded, such as norms."""
     overlap_reduction: bool = True

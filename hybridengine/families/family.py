@@ -297,7 +297,7 @@ class Family:
 
 
 def is_of_expert(name: str) -> bool:
-    """Return True for Megatron's parameters of experts, which have other replicas than the rest of the model."""
+    """Return True for the tensors of experts that tokens choose: logical ones, and Megatron's parameters."""
     return ".experts." in name
 
 

@@ -50,6 +50,19 @@ def _preset(name: str, repository: str, architecture: str, *values: float, **oth
 
 
 _LLAMA, _QWEN2, _QWEN3 = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+_QWEN3_MOE, _MIXTRAL = "Qwen3MoeForCausalLM", "MixtralForCausalLM"
+_QWEN3_EXPERTS: dict[str, object] = {
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.001,
+}
+_MIXTRAL_EXPERTS: dict[str, object] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
 _LLAMA31_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -88,6 +101,14 @@ _PRESETS = (
             "MistralForCausalLM", 32, 4096, 14336, 32, 8, 32768, 32768, 1e-5, 1e6, sliding_window=None),
     _preset("phi-4", "microsoft/phi-4",
             "Phi3ForCausalLM", 40, 5120, 17920, 40, 10, 100352, 16384, 1e-5, 2.5e5),
+    _preset("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B",
+            _QWEN3_MOE, 48, 2048, 6144, 32, 4, 151936, 40960, 1e-6, 1e6, **_QWEN3_EXPERTS, moe_intermediate_size=768),
+    _preset("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B",
+            _QWEN3_MOE, 94, 4096, 12288, 64, 4, 151936, 40960, 1e-6, 1e6, **_QWEN3_EXPERTS, moe_intermediate_size=1536),
+    _preset("mixtral-8x7b", "mistralai/Mixtral-8x7B-Instruct-v0.1",
+            _MIXTRAL, 32, 4096, 14336, 32, 8, 32000, 32768, 1e-5, 1e6, **_MIXTRAL_EXPERTS, router_aux_loss_coef=0.02),
+    _preset("mixtral-8x22b", "mistralai/Mixtral-8x22B-Instruct-v0.1",
+            _MIXTRAL, 56, 6144, 16384, 48, 8, 32768, 65536, 1e-5, 1e6, **_MIXTRAL_EXPERTS, router_aux_loss_coef=0.001),
 )
 # fmt: on
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, raise_all, shown
-from hybridengine.families.family import DecoderSizes, Family
+from hybridengine.families.family import DecoderSizes, Family, is_of_expert
 from hybridengine.families.registry import ARCHITECTURES, FAMILIES
 from hybridengine.files import read_object
 from hybridengine.models.config_json import (
@@ -146,6 +146,15 @@ class ModelShape(DecoderSizes):
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.tensors.values())
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Number of parameters that compute one token: of experts, those that the router chooses."""
+        if self.experts is None:
+            return self.num_parameters
+        routed = sum(math.prod(shape) for name, shape in self.tensors.items() if is_of_expert(name))
+        idle = self.experts.num_experts - self.experts.num_active
+        return self.num_parameters - routed * idle // self.experts.num_experts
 
     def with_score_head(self) -> ModelShape:
         """Return this shape with one score per token instead of a vocabulary."""

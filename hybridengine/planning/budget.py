@@ -32,6 +32,7 @@ from hybridengine.planning.costs.memory import (
     model_memory,
 )
 from hybridengine.planning.switch.switch_cost import SwitchCost
+from hybridengine.topology.sizes import GenSizes
 
 HOST_BYTES = 2**30
 """Approximate host memory of the libraries in one rank's process, without weights."""
@@ -173,7 +174,7 @@ def pool_models(config: RunConfig, pool: str, rank: int | None = None) -> list[H
 
 def _engine_phases(config: RunConfig) -> dict[str, int]:
     held = engine_weight_bytes(config) + config.rollout.kv_cache_bytes
-    computing = held + engine_activations(config, model_shape(config), config.generation.parallel.tp_size)
+    computing = held + engine_activations(config, model_shape(config), config.generation.parallel)
     return {"start": computing, "switch": held + config.actor.bucket_bytes, "generation": computing}
 
 
@@ -188,7 +189,7 @@ def _phases(config: RunConfig, models: list[HeldModel], weights: SwitchedWeights
     actor = next(model.memory for model in models if model.holder.role == "actor")
     waiting = sum(state.generating for state in states)
     cache = config.rollout.kv_cache_bytes
-    computing = engine_activations(config, model_shape(config), config.actor.generate.tp_size)
+    computing = engine_activations(config, model_shape(config), config.actor.generate)
     return {
         "start": actor.weights_bytes + weights.gen_shard + cache + computing,
         "load": _load(models, states),
@@ -253,12 +254,19 @@ def _activations(config: RunConfig, model: HeldModel, *, trains: bool) -> int:
     )
 
 
-def engine_activations(config: RunConfig, shape: ModelShape, tp_size: int) -> int:
-    """Return the bytes of an engine's largest forward pass: one layer's tensors, and logits of all sequences."""
+def engine_activations(config: RunConfig, shape: ModelShape, sizes: GenSizes) -> int:
+    """Return the bytes of an engine's largest forward pass: one layer's tensors, and logits of all sequences.
+
+    vLLM's experts (`TritonExperts.workspace_shapes`) have two buffers, with a row for each expert of each token, whose
+    experts may be on other ranks: the rows' gate and up and what becomes of them, then the output.
+    """
     tokens, element = max(config.max_tokens, BATCHED_TOKENS), DTYPE_BYTES[config.model.dtype]
-    layer = (
-        4 * shape.hidden_size + (3 * shape.ffn_hidden_size + 2 * shape.q_size + 2 * shape.kv_size) / tp_size
-    )
+    mlp = 3 * shape.ffn_hidden_size / sizes.tp_size
+    if experts := shape.experts:
+        hidden, ffn = shape.hidden_size, experts.ffn_hidden_size / sizes.expert_shards
+        rows = experts.num_active * (max(ffn, hidden) + max(2 * ffn, hidden))
+        mlp = max(mlp, rows) if experts.num_dense_layers else rows
+    layer = 4 * shape.hidden_size + mlp + 2 * (shape.q_size + shape.kv_size) / sizes.tp_size
     logits = LOGIT_COPIES * 4 * config.rollout.max_num_seqs * shape.vocab_size
     return int(tokens * element * layer + logits)
 

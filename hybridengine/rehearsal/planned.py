@@ -34,7 +34,7 @@ def planned_peaks(config: RunConfig) -> dict[str, int]:
     }
     idle = sum(state.idle for state in states.values())
     phases = budget_of(config, MAIN_POOL, cost_of(config), on_gpus=False).device_bytes
-    computing = engine_activations(config, model_shape(config), config.actor.generate.tp_size)
+    computing = engine_activations(config, model_shape(config), config.actor.generate)
     switched = max(phases["switch"], phases["generation"] - computing)  # it ends with an empty cache
     found: dict[str, int] = {}
     for call in workload.calls:

@@ -124,6 +124,13 @@ class _Domain:
     def __init__(self, source: Layout, destination: Layout, ranks: tuple[int, ...]) -> None:
         self.source, self.destination, self.ranks = source, destination, ranks
         self._returning: dict[tuple[ShardKey, ShardKey], frozenset[str]] = {}
+        self._counts: dict[tuple[ShardKey | None, ShardKey | None], tuple[Counter[str], Counter[str]]] = {}
+        places = [(source.keys.get(rank), destination.keys.get(rank)) for rank in ranks]
+        for rank, place in zip(ranks, places, strict=True):
+            if place not in self._counts:
+                self._counts[place] = self._counted(rank)
+        numbers = {place: number for number, place in enumerate(self._counts)}
+        self._place_R = np.array([numbers[place] for place in places])
 
     @property
     def shards(self) -> list[Shard]:
@@ -132,6 +139,24 @@ class _Domain:
             for layout in (self.source, self.destination)
             for key in dict.fromkeys(layout.keys[rank] for rank in self.ranks if rank in layout.keys)
         ]
+
+    def _counted(self, rank: int) -> tuple[Counter[str], Counter[str]]:
+        """Return the elements that a rank fills and releases, by tensor of the parameter."""
+        filled, released = Counter[str](), Counter[str]()
+        for parameter in self.destination.held(rank).parameters:
+            filled[parameter.tensor] += parameter.num_elements
+        for parameter in self.released(rank, tuple(self.source.held(rank).by_tensor)):
+            released[parameter.tensor] += parameter.num_elements
+        return filled, released
+
+    def elements(self, tensors: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the elements that each rank fills and releases with `tensors`."""
+        sums = [
+            [sum([counts.get(tensor, 0) for tensor in tensors]) for counts in both]
+            for both in self._counts.values()
+        ]
+        filled_R, released_R = np.array(sums)[self._place_R].T
+        return filled_R, released_R
 
     def filled(self, rank: int, tensors: tuple[str, ...]) -> list[LocalParameter]:
         return _of(self.destination.held(rank), tensors)
@@ -160,10 +185,6 @@ def _boxes(held: dict[str, list[tuple[str, Piece]]], tensor: str) -> list[tuple[
     return [(where, where[1].box) for where in held.get(tensor, ())]
 
 
-def _num_elements(parameters: Iterable[LocalParameter]) -> int:
-    return sum(parameter.num_elements for parameter in parameters)
-
-
 @dataclass
 class _Group:
     """Fused tensors with their moves and messages. Shapes: R ranks of the domain. Units: elements."""
@@ -182,8 +203,7 @@ class _Group:
     def of(cls, tensors: tuple[str, ...], moves: list[Move], packs: list[Pack], domain: _Domain) -> _Group:
         staging = Bucket(tensors, (), tuple(packs), {}, {}).staging
         staged_R = np.array([staging.get(rank, 0) for rank in domain.ranks])
-        filled_R = np.array([_num_elements(domain.filled(rank, tensors)) for rank in domain.ranks])
-        released_R = np.array([_num_elements(domain.released(rank, tensors)) for rank in domain.ranks])
+        filled_R, released_R = domain.elements(tensors)
         return cls(tensors, moves, packs, staged_R + filled_R, staged_R + released_R)
 
     def fits_with(self, other: _Group, in_flight: int, held_R: np.ndarray | int) -> bool:

@@ -18,8 +18,11 @@ from hybridengine.planning.budget import (
     budget_of,
     engine_activations,
 )
+from hybridengine.planning.switch.switch_cost import SwitchPricer
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.vllm import vllm_layout
+from hybridengine.topology.links import NodeMap
+from hybridengine.topology.sizes import GenSizes
 from hybridengine.training.dry_run import cost_of
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +63,7 @@ def test_phases_are_sums_of_what_is_there() -> None:
     weights, engine = counted(config)
     actor, critic, reference = (weights[name] for name in ("actor", "critic", "reference"))
     fixed = GPU_BYTES + GRAPH_BYTES
-    computing = 24 * GIB + engine_activations(config, model_shape(config), 2)
+    computing = 24 * GIB + engine_activations(config, model_shape(config), GenSizes(1, 2))
     found = {phase: num_bytes - fixed for phase, num_bytes in budgets(config)["main"].device_bytes.items()}
     assert list(found) == ["start", "load", "training step", "switch", "generation", "save"]
     assert found["start"] == actor + engine + computing
@@ -147,3 +150,26 @@ def test_an_offloaded_reference_is_in_host_memory() -> None:
     assert lower == {"start": 0, "load": 0} | dict.fromkeys(
         ("training step", "switch", "generation", "save"), reference
     )
+
+
+def test_a_mixture_of_235b_fits_80_gb() -> None:
+    """Its switch is priced with grouped experts, which have the same bytes: the run's own plan takes half a minute."""
+    config = load_config(ROOT / "configs/qwen3-235b.yaml", dry_run=True)
+    pricer = SwitchPricer(
+        model_shape(config), config.model.dtype, config.actor.bucket_bytes, groups_experts=True
+    )
+    cost = pricer.price(config.generation_grid, NodeMap(tuple(config.cluster.ranks_per_node)))
+    budget = budget_of(config, "main", cost, on_gpus=True)
+    assert max(budget.device_bytes.values()) < 80 * 10**9
+    shape = model_shape(config)
+    experts = 94 * 128 * 3 * 4096 * 1536
+    others = shape.num_parameters - experts
+    # The first stage has 12 of the layers, with a quarter of attention and embedding and an eighth of the experts.
+    layer = experts / 94 / 8 + 2 * 4096 * (8192 + 512) / 4 + 128 * 4096
+    assert cost.train_shard_bytes_max == pytest.approx(2 * (12 * layer + 151_936 * 4096 / 4), rel=0.002)
+    assert cost.gen_shard_bytes_max == pytest.approx(2 * (experts + others) / 8, rel=0.01)
+    workspace = (
+        8192 * 2 * 8 * (4096 + 4096)
+    )  # of vLLM's experts: two buffers with a row for each expert of a token
+    assert engine_activations(config, shape, GenSizes(1, 8, 8)) > workspace
+    assert budget.device_bytes["generation"] - cost.gen_shard_bytes_max - 5 * GIB > workspace

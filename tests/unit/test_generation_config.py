@@ -231,7 +231,7 @@ def test_the_doctor_counts_an_engines_weights_and_cache(file: Path) -> None:
     config = loaded(file, "rollout.kv_cache_bytes=1GiB")
     budget = budget_of(config, "engines", cost_of(config), on_gpus=False)
     held = engine_weight_bytes(config) + 2**30
-    computing = held + engine_activations(config, model_shape(config), config.generation.parallel.tp_size)
+    computing = held + engine_activations(config, model_shape(config), config.generation.parallel)
     switch = held + config.actor.bucket_bytes
     assert budget.device_bytes == {"start": computing, "switch": switch, "generation": computing}
 

@@ -25,6 +25,10 @@ PUBLISHED = {
     "codellama-34b": 33_743_970_304,
     "mistral-7b": 7_248_023_552,
     "phi-4": 14_659_507_200,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
 }
 """Numbers of parameters on the model cards of Hugging Face."""
 

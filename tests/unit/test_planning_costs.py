@@ -96,7 +96,7 @@ def test_a_forward_pass_is_two_operations_for_each_weight_and_token() -> None:
     passes = ModelPasses(SHAPE, TrainSizes(1, 1, 1), "bfloat16", plain_cluster())
     micro = MicroBatches(3, 200.0, 80.0, 50.0)
     weights = 6 * (256 * (8 + 4 + 4 + 8) * 32 + 3 * 256 * 512)
-    assert 6 * layer_weights(SHAPE) == weights
+    assert 6 * layer_weights(SHAPE).of_token == weights
     operations = 2 * 200 * weights + 2 * 80 * 256 * 1000 + 4 * 200 * 50 * 256 * 6
     found = passes.forward(micro)
     assert found.path_s == pytest.approx(3 * operations / 1e9)
@@ -363,7 +363,7 @@ def test_tensor_shards_of_an_engine_share_weights_and_cache_and_pay_for_all_redu
     steps = sum((read + (7 + made + 0.5) * two.kv_token_bytes) / 1e9 + exchanged for made in range(20))
     prompts = 6 * 2 * 2 * (7 * 256 * 2 / 2) / 1e9
     assert two.generate_s(1, 7.0, lengths, num_running=1) == pytest.approx(steps + prompts, rel=1e-3)
-    assert engine(1, 1e9).prefill_s(7.0) == pytest.approx(2 * 7 * 6 * layer_weights(SHAPE) / 1e9)
+    assert engine(1, 1e9).prefill_s(7.0) == pytest.approx(2 * 7 * 6 * layer_weights(SHAPE).of_token / 1e9)
 
 
 def test_the_cache_limits_how_many_run() -> None:

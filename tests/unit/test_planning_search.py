@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hybridengine.config.algorithm import ALGORITHMS, algorithm_class
 from hybridengine.config.role_sections import MegatronSettings
+from hybridengine.families.family import ExpertSizes
 from hybridengine.models.presets import resolve_model
 from hybridengine.models.shapes import ModelShape
 from hybridengine.planning.costs.clusters import Cluster, load_cluster
@@ -23,6 +24,7 @@ from hybridengine.planning.search.options import Options
 from hybridengine.planning.search.placements import allocations, placements, pool_sizes
 from hybridengine.planning.search.plan import Plan, Schedule, phases
 from hybridengine.planning.search.search import Search
+from hybridengine.topology.fitting import train_problems
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import GenSizes, TrainSizes
@@ -142,6 +144,9 @@ def every_size(options: Options, name: str, num_ranks: int) -> list[TrainSizes]:
     return found
 
 
+every_size_of = every_size
+
+
 def everything(options: Options, num_devices: int) -> dict[tuple, float]:
     """Return the least step time of every placement, over all sizes of pools and models, without pruning."""
     workload, cluster = options.workload, options.cluster
@@ -165,7 +170,7 @@ def everything(options: Options, num_devices: int) -> dict[tuple, float]:
             choices = [
                 [
                     options.planned(option)
-                    for sizes_ in every_size(options, name, ranks[pool_of[name]])
+                    for sizes_ in every_size_of(options, name, ranks[pool_of[name]])
                     for option in options._options(workload.model(name), sizes_)
                 ]
                 for name in names
@@ -181,7 +186,7 @@ def everything(options: Options, num_devices: int) -> dict[tuple, float]:
                         if option.engine is not None:
                             others = (
                                 idle - option.memory.idle + option.memory.generating + option.engine.gen_bytes
-                            )
+                            ) + option.engine.switch.retained_bytes
                             kv_bytes = min(option.engine.kv_bytes, capacity - others)
                             option = options.with_cache(option, kv_bytes)
                         seconds[option.model] = option.least_seconds
@@ -398,3 +403,35 @@ def test_bounds_of_switches_hold(model: str, num_ranks: int) -> None:
                 assert getattr(least, name) <= getattr(found, name), (sizes, option.engine.sizes, name)
             checked += least.there_s > 0.1 * found.there_s > 0
     assert checked, "no bound is worth anything"
+
+
+MIXED = ModelShape("qwen3_moe", 2, 256, 256, 4, 2, 64, 1024, 4096, experts=ExpertSizes(4, 2, 256))
+
+
+def every_mixed_size(options: Options, name: str, num_ranks: int) -> list[TrainSizes]:
+    """Return all sizes with all parts and shards of experts."""
+    ranks = range(1, num_ranks + 1)
+    return [
+        replace(sizes, expert_parts=parts, expert_shards=shards)
+        for sizes in every_size(options, name, num_ranks)
+        for parts, shards in itertools.product(ranks, ranks)
+        if num_ranks // sizes.pp_size % (parts * shards) == 0 and 4 % parts == 0
+        if not train_problems(MIXED, replace(sizes, expert_parts=parts, expert_shards=shards))
+    ]
+
+
+@pytest.mark.parametrize("memory_mib", [64, 4096])
+def test_nothing_is_better_for_a_mixture(memory_mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts and shards of experts that the search leaves out are tried here."""
+    monkeypatch.setitem(everything.__globals__, "every_size_of", every_mixed_size)
+    options = Options(workload_of("grpo", MIXED), cluster_of(2, 2, memory_mib * 2**20))
+    found = Search(options, 4).run()
+    expected = everything(options, 4)
+    assert {plan.placement: plan.step_s for plan in found.plans} == pytest.approx(expected)
+    if memory_mib == 64:
+        assert any(
+            option.sizes.expert_parts > 1
+            for plan in found.plans
+            for pool in plan.pools
+            for option in pool.options
+        )

@@ -40,7 +40,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 """Megatron-core's settings by `MegatronSettings.recompute`."""

@@ -9,7 +9,7 @@
 What belongs to heads or to the MLP is divided by t, and with sequence parallelism hidden states are too. The norm before
 the MLP is part of it, and computed again with it. In the backward pass, a layer's MLP needs most beside what is kept.
 Layers without Transformer Engine, as on a CPU, keep more; with FP8, a matrix keeps its input in 8 bits, which is not
-counted.
+counted. `mixtures` has the layers with experts.
 
 Source: Korthikanti et al., arXiv 2205.05198, section 4, adapted to grouped queries and gated MLPs, and the source of
 Transformer Engine 2.20 (`module/layernorm_linear.py`, `attention/`).
@@ -17,12 +17,13 @@ Transformer Engine 2.20 (`module/layernorm_linear.py`, `attention/`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridengine.config.role_sections import MegatronSettings
 from hybridengine.families.registry import FAMILIES
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.costs.lengths import MicroBatches
+from hybridengine.planning.costs.mixtures import mixture_bytes
 from hybridengine.topology.sizes import TrainSizes
 
 LOGIT_BUFFERS = 2
@@ -71,6 +72,21 @@ def layer_bytes(
     return LayerBytes(hidden, attention, hidden + 4 / parts + 3 * ffn, working, forward)
 
 
+def mixed_layer_bytes(
+    shape: ModelShape, sizes: TrainSizes, dtype: str, settings: MegatronSettings = MegatronSettings()
+) -> LayerBytes:
+    """Return the bytes of a layer with experts, whose norm is a layer of its own: its output is kept as well."""
+    alone = layer_bytes(replace(shape, ffn_hidden_size=0), sizes.tp_size, dtype, settings)
+    behind = mixture_bytes(shape, sizes, dtype, sequence_parallel=settings.sequence_parallel)
+    return LayerBytes(
+        alone.hidden,
+        alone.kept,
+        behind.kept - alone.hidden,  # the norm's output is one of the inputs of matrices
+        max(alone.working, alone.hidden + behind.working),
+        max(alone.forward, behind.forward),
+    )
+
+
 def activation_bytes(
     shape: ModelShape,
     sizes: TrainSizes,
@@ -87,29 +103,36 @@ def activation_bytes(
     """
     tokens = micro.tokens / sizes.cp_size
     p = sizes.pp_size
-    layer = layer_bytes(shape, sizes.tp_size, dtype, settings)
     if stage is None:
         each = (
             activation_bytes(shape, sizes, dtype, micro, settings, trains=trains, stage=one)
             for one in (0, p - 1)
         )
         return max(each)
+    dense = layer_bytes(shape, sizes.tp_size, dtype, settings)
+    mixed = mixed_layer_bytes(shape, sizes, dtype, settings) if shape.experts else dense
     head = _head_bytes(shape, sizes, dtype, micro, settings, trains=trains) if stage == p - 1 else 0
     if not trains:
-        return int(max(layer.forward * tokens, head))
-    kept, again = {
-        "none": (layer.kept, 0.0),
-        # What is computed again exists with its output.
-        "selective": (layer.attention, layer.mlp + layer.hidden),
-        "full": (layer.hidden, layer.kept),
-    }[settings.recompute]
+        return int(max(dense.forward * tokens, mixed.forward * tokens, head))
+    kept, beside = 0.0, 0.0
+    for block in shape.split_layers(*sizes.blocks)[stage::p]:
+        layers = [mixed if shape.expert_layer(number) else dense for number in block]
+        each_kept, each_beside = zip(*(_kept(layer, settings.recompute) for layer in layers), strict=True)
+        kept, beside = max(kept, sum(each_kept)), max(beside, *each_beside)
     flights = sizes.passes_in_flight(micro.count, stage)
-    block = kept * len(shape.split_layers(*sizes.blocks)[stage])
     # Messages overlap with computing: inputs received ahead and gradients on their way, of blocks that have such.
-    ahead = 2 * min(sizes.virtual_stages - 1, 2) * layer.hidden
-    working = (again + layer.working + ahead) * tokens
+    ahead = 2 * min(sizes.virtual_stages - 1, 2) * dense.hidden
     sent = flights - (stage == p - 1)  # the last block alone sends no output
-    return int((flights * block + sent * layer.hidden) * tokens + max(working, head))
+    return int((flights * kept + sent * dense.hidden) * tokens + max((beside + ahead) * tokens, head))
+
+
+def _kept(layer: LayerBytes, recompute: str) -> tuple[float, float]:
+    """Return what a layer keeps, and the most that exists beside it: what is computed again, with its output."""
+    return {
+        "none": (layer.kept, layer.working),
+        "selective": (layer.attention, layer.mlp + layer.hidden + layer.working),
+        "full": (layer.hidden, layer.kept + layer.working),
+    }[recompute]
 
 
 def _head_bytes(

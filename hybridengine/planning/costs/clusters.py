@@ -293,9 +293,32 @@ class Fabric:
             latency += between.latency_s * (nodes - 1)
         return seconds + latency
 
-    def all_reduce_s(self, num_bytes: Any, axis: Axis) -> Any:
+    def all_reduce_s(self, num_bytes: Any, *axes: Axis) -> Any:
         """Return the seconds of an all-reduce of `num_bytes`, which is that of two all-gathers."""
-        return 2 * self.all_gather_s(num_bytes, axis) + self._collective_s if axis.size > 1 else 0.0
+        if all(axis.size == 1 for axis in axes):
+            return 0.0
+        return 2 * self.all_gather_s(num_bytes, *axes) + self._collective_s
+
+    def all_to_all_s(self, num_bytes: Any, *axes: Axis) -> Any:
+        """Return the seconds in which each rank sends `num_bytes` in equal parts to all ranks along the axes.
+
+        Parts go straight to their ranks, those to other nodes at the same time as the others.
+        """
+        size = math.prod(axis.size for axis in axes)
+        if size == 1:
+            return 0.0
+        members, seconds, latency = math.prod(map(self.members_per_node, axes)), 0.0, 0.0
+        part = num_bytes / size
+        if members > 1:
+            inside = self.cluster.links.same_node
+            sent = part * (members - 1)
+            seconds, latency = inside.seconds(sent, sent * self.node_ranks), inside.latency_s
+        if size > members:
+            between = self.cluster.links.network
+            sent = part * (size - members)
+            seconds = np.maximum(seconds, between.seconds(sent, sent * self.node_ranks))
+            latency = max(latency, between.latency_s)
+        return seconds + latency + self._collective_s
 
     @property
     def _collective_s(self) -> float:

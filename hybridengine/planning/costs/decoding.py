@@ -4,6 +4,9 @@ A step reads the weights and the keys and values of all running responses from m
 weight and response. The two overlap: the step takes (memory^k + arithmetic^k)^(1/k), whose slope over the number of
 responses is a sigmoid from 0 (memory-bound) to 1 (compute-bound). Launches, all-reduces and scheduling are added.
 
+Of experts, a step reads those that any response chooses, as many as are expected of even choices, and a response computes
+with those that it chooses. Whether ranks have whole experts or shards of each, they do equally much.
+
 A response starts as soon as there is a free slot; the number of slots is limited by the engine and by its KV cache. The
 last, long responses run almost alone.
 """
@@ -20,8 +23,9 @@ import numpy as np
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.costs.clusters import Axis, Cluster, Fabric
 from hybridengine.planning.costs.lengths import GOLDEN, Lengths
-from hybridengine.planning.costs.memory import generation_holding
-from hybridengine.planning.costs.passes import compute_of, layer_weights
+from hybridengine.planning.costs.memory import Holding, generation_holding, layer_weights
+from hybridengine.planning.costs.mixtures import touched_share
+from hybridengine.planning.costs.passes import compute_of
 from hybridengine.topology.sizes import GenSizes
 
 
@@ -37,6 +41,8 @@ class Engine:
     cluster: Cluster
     num_ranks: int
     """Number of ranks of all engines together, which share the links."""
+    tensor_axes: tuple[Axis, ...] = ()
+    """Axes of an engine's tensor ranks; by default they are consecutive."""
 
     @cached_property
     def kv_token_bytes(self) -> int:
@@ -53,6 +59,8 @@ class Engine:
         """Return the seconds of a step (for arrays, of each) with `context_tokens` tokens in all, including prompts."""
         compute = compute_of(self.cluster)
         read = self._read_bytes + context_tokens * self.kv_token_bytes
+        if self.shape.experts:
+            read = read - self._expert_bytes * (1 - touched_share(self.shape, num_rows))
         read_s = self.cluster.links.same_device.seconds(read, read * self._working_ranks)
         all_reduce_s, send_s = self._exchanges_s(num_rows)
         beside_s = self._num_layers * (compute.decode_layer_s + 2 * all_reduce_s) + send_s
@@ -62,10 +70,17 @@ class Engine:
         return self.sizes.pp_size * (own_s + beside_s * waiting)
 
     @cached_property
+    def _held(self) -> Holding:
+        return generation_holding(self.shape, self.train_pp_size, self.sizes)
+
+    @cached_property
     def weight_bytes(self) -> int:
         """Bytes of weights on the fullest rank."""
-        held = generation_holding(self.shape, self.train_pp_size, self.sizes)
-        return held.num_elements * DTYPE_BYTES[self.dtype]
+        return self._held.num_elements * DTYPE_BYTES[self.dtype]
+
+    @cached_property
+    def _expert_bytes(self) -> int:
+        return self._held.num_of_experts * DTYPE_BYTES[self.dtype]
 
     @cached_property
     def _read_bytes(self) -> int:
@@ -76,7 +91,9 @@ class Engine:
     @cached_property
     def _row_s(self) -> float:
         compute, shape = compute_of(self.cluster), self.shape
-        weights = self._num_layers * layer_weights(shape) + shape.vocab_size * shape.hidden_size
+        stages = shape.gen_stage_layers(self.train_pp_size, self.sizes.pp_size)
+        weights = max(layer_weights(shape, layers).of_token for layers in stages)
+        weights += shape.vocab_size * shape.hidden_size
         return 2 * weights / self.sizes.tp_size / (compute.rate(self.dtype) * compute.decode_efficiency)
 
     @cached_property
@@ -87,10 +104,14 @@ class Engine:
     def prefill_s(self, num_tokens: float) -> float:
         """Return the seconds of the prefill of `num_tokens` prompt tokens."""
         compute, shape = compute_of(self.cluster), self.shape
-        operations = 2 * num_tokens * shape.num_layers * layer_weights(shape)
+        weights = layer_weights(shape, range(shape.num_layers))
         rate = compute.rate(self.dtype) * compute.efficiency * self.sizes.tp_size
         chunks = max(1.0, num_tokens / PREFILL_TOKENS)
-        own = operations / rate * (1 + compute.half_tokens * chunks / max(num_tokens, 1.0))
+        starts = compute.half_tokens * chunks / max(num_tokens, 1.0)
+        operations = weights.every * (1 + starts)
+        if experts := shape.experts:
+            operations += weights.active * (1 + starts * experts.num_experts / experts.num_active)
+        own = 2 * num_tokens * operations / rate
         launches = chunks * (shape.num_layers * compute.layer_s + compute.decode_step_s)
         all_reduce_s, send_s = self._exchanges_s(num_tokens / chunks)
         exchanged = chunks * (2 * shape.num_layers * all_reduce_s + self.sizes.pp_size * send_s)
@@ -122,7 +143,7 @@ class Engine:
         num_bytes = num_tokens * self.shape.hidden_size * DTYPE_BYTES[self.dtype]
         fabric, t = Fabric(self.cluster, self.num_ranks), self.sizes.tp_size
         return (
-            fabric.all_reduce_s(num_bytes, Axis(t, 1)),
+            fabric.all_reduce_s(num_bytes, *(self.tensor_axes or (Axis(t, 1),))),
             fabric.sends_s(num_bytes, Axis(self.sizes.pp_size, t)),
         )
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
+
+import numpy as np
 
 from hybridengine.config import RunConfig, holder_shape, model_holders, model_shape
 from hybridengine.config.role_sections import MegatronSettings
@@ -53,15 +55,22 @@ def training_holding(shape: ModelShape, sizes: TrainSizes, stage: int | None = N
 def _stage_holding(
     shape: ModelShape, pp_size: int, tp_size: int, parts: int, shards: int, stages: tuple[int, ...]
 ) -> Holding:
-    sizes = TrainSizes(pp_size, tp_size, parts * shards, expert_parts=parts, expert_shards=shards)
-    return _most(megatron_shard(shape, sizes, (stage, 0, 0, 0), NameSet.LOCAL) for stage in stages)
+    def shard(shape: ModelShape, num_stages: int, stage: int) -> Shard:
+        sizes = TrainSizes(num_stages, tp_size, parts * shards, expert_parts=parts, expert_shards=shards)
+        return megatron_shard(shape, sizes, (stage, 0, 0, 0), NameSet.LOCAL)
+
+    return _fullest(shape, shape.split_layers(pp_size), parts, shard, stages)
 
 
 @lru_cache(maxsize=4096)
 def generation_holding(shape: ModelShape, train_pp_size: int, gen: GenSizes) -> Holding:
     """Return the parameters of an engine's rank at `gen`, given `train_pp_size` training stages."""
+
+    def shard(shape: ModelShape, num_stages: int, stage: int) -> Shard:
+        return vllm_shard(shape, shape.split_layers(num_stages), stage, 0, gen)
+
     stages = shape.gen_stage_layers(train_pp_size, gen.pp_size)
-    return _most(vllm_shard(shape, stages, stage, 0, gen) for stage in _busy_stages(gen.pp_size))
+    return _fullest(shape, stages, gen.expert_parts, shard, _busy_stages(gen.pp_size))
 
 
 @lru_cache(maxsize=4096)
@@ -72,10 +81,12 @@ def generation_bytes(
 
     Quantized matrices of layers have one byte for an element, and a float32 scale for each block.
     """
+    if quantization == "none":
+        return generation_holding(shape, train_pp_size, gen).num_elements * DTYPE_BYTES[dtype]
     stages = shape.gen_stage_layers(train_pp_size, gen.pp_size)
 
     def num_bytes(parameter: LocalParameter) -> int:
-        if quantization == "none" or not parameter.name.endswith("_proj.weight"):
+        if not parameter.name.endswith("_proj.weight"):
             return parameter.num_elements * DTYPE_BYTES[dtype]
         rows, columns = parameter.shape
         return rows * columns + 4 * (-(-rows // FP8_BLOCK)) * (-(-columns // FP8_BLOCK))
@@ -89,16 +100,65 @@ def _busy_stages(pp_size: int) -> tuple[int, ...]:
     return tuple(sorted({0, min(1, pp_size - 1), pp_size - 1}))
 
 
-def _most(shards: Iterable[Shard]) -> Holding:
-    counts = [
-        (
-            shard.num_elements,
-            len(shard.parameters),
-            sum(one.num_elements for one in shard.parameters if is_of_expert(one.name)),
-        )
-        for shard in shards
-    ]
-    return Holding(*map(max, zip(*counts, strict=True)))
+def _fullest(
+    shape: ModelShape,
+    stages: tuple[range, ...],
+    parts: int,
+    shard: Callable[[ModelShape, int, int], Shard],
+    numbers: tuple[int, ...],
+) -> Holding:
+    """Return the most that any of the stages `numbers` holds, given the shard of a stage of a model with as many stages.
+
+    Layers of a kind are equal, and so are experts: models of few layers, with one or two experts in each of `parts`, are
+    counted, and what a layer more adds.
+    """
+    mixed, dense, ends = _layers(shape, parts, shard)
+    found = []
+    for stage in numbers:
+        place = (len(stages) > 1) + (0 < stage < len(stages) - 1), min(stage, 1)
+        num_mixed = sum(shape.expert_layer(layer) is not None for layer in stages[stage])
+        num_dense = len(stages[stage]) - num_mixed
+        found.append(ends[place] + num_mixed * mixed + num_dense * dense)
+    return Holding(*np.max(found, axis=0).tolist())
+
+
+def _layers(
+    shape: ModelShape, parts: int, shard: Callable[[ModelShape, int, int], Shard]
+) -> tuple[np.ndarray, np.ndarray, dict[tuple[int, int], np.ndarray]]:
+    """Return the counts of a layer with experts and of one with an MLP, and those of a stage's other parameters."""
+    one = _counts(shard(_small(shape, 1, 0, parts), 1, 0))
+    mixed = single = _counts(shard(_small(shape, 2, 0, parts), 1, 0)) - one
+    dense = single
+    if shape.experts:
+        more = _counts(shard(_small(shape, 1, 0, 2 * parts), 1, 0)) - one  # an expert more in each part
+        mixed = single + (shape.experts.num_experts // parts - 1) * more
+        dense = _counts(shard(_small(shape, 2, 1, parts), 1, 0)) - one
+    places = (
+        ((0, 0), 1),
+        ((1, 0), 2),
+        ((1, 1), 2),
+        ((2, 1), 3),
+    )  # the only, the first, the last and an inner stage
+    ends = {
+        place: _counts(shard(_small(shape, num_stages, 0, parts), num_stages, place[1])) - single
+        for place, num_stages in places
+    }
+    return mixed, dense, ends
+
+
+@lru_cache(maxsize=256)
+def _small(shape: ModelShape, num_layers: int, num_dense: int, num_experts: int) -> ModelShape:
+    """Return the shape with fewer layers, of which the first have an MLP in place of experts, and fewer experts."""
+    experts = shape.experts
+    if experts is not None:
+        experts = replace(experts, num_dense_layers=num_dense, num_experts=num_experts)
+    return replace(shape, num_layers=num_layers, experts=experts)
+
+
+def _counts(shard: Shard) -> np.ndarray:
+    """Return the elements of a shard, its parameters, and the elements of experts among them."""
+    experts = sum(one.num_elements for one in shard.parameters if is_of_expert(one.name))
+    return np.array([shard.num_elements, len(shard.parameters), experts])
 
 
 @dataclass(frozen=True)
@@ -134,10 +194,39 @@ class ModelMemory:
         return StateBytes(idle, idle + infer, whole + update, generating)
 
 
-@lru_cache(maxsize=64)
-def layer_weights(shape: ModelShape) -> int:
-    """Return the number of weights in the matrices of a layer."""
-    return sum(math.prod(size) for size in shape.layer_tensors(0).values() if len(size) > 1)
+@dataclass(frozen=True)
+class LayerWeights:
+    """Number of weights in the matrices of layers."""
+
+    every: int
+    """Those that compute every token: of attention, router and MLP."""
+    experts: int = 0
+    """Those of all experts."""
+    active: int = 0
+    """Those of the experts that compute one token."""
+    attention: int = 0
+    """Those of `every` that belong to attention."""
+
+    @property
+    def of_token(self) -> int:
+        """Number of weights that compute one token."""
+        return self.every + self.active
+
+
+@lru_cache(maxsize=256)
+def layer_weights(shape: ModelShape, layers: range = range(1)) -> LayerWeights:
+    """Return the weights of some layers together, by default of the first."""
+    num_mixed = sum(shape.expert_layer(layer) is not None for layer in layers)
+    every = experts = 0
+    for count, layer in ((len(layers) - num_mixed, 0), (num_mixed, shape.num_layers - 1)):
+        if count:
+            matrices = {name: size for name, size in shape.layer_tensors(layer).items() if len(size) > 1}
+            routed = sum(math.prod(size) for name, size in matrices.items() if is_of_expert(name))
+            every += count * (sum(map(math.prod, matrices.values())) - routed)
+            experts += count * routed
+    active = experts * shape.experts.num_active // shape.experts.num_experts if shape.experts else 0
+    attention = 2 * len(layers) * shape.hidden_size * (shape.q_size + shape.kv_size)
+    return LayerWeights(every, experts, active, attention)
 
 
 def model_memory(
@@ -160,8 +249,11 @@ def model_memory(
     dense, each = num_elements - held.num_of_experts, optimizer_weight_bytes(dtype)
     optimizer_bytes = -(-dense * each // (sizes.dp_size * sizes.cp_size))
     optimizer_bytes += -(-held.num_of_experts * each // sizes.expert_replicas)
-    layers = sum(map(len, shape.split_layers(*sizes.blocks)[:: sizes.pp_size]))
-    matrices = layers * layer_weights(shape) // sizes.tp_size
+    weights = [layer_weights(shape, block) for block in shape.split_layers(*sizes.blocks)[:: sizes.pp_size]]
+    matrices = sum(
+        own.every // sizes.tp_size + own.experts // (sizes.expert_parts * sizes.expert_shards)
+        for own in weights
+    )
     fp8_bytes = int(matrices * FP8_WEIGHT_BYTES[settings.fp8])
     return ModelMemory(weights_bytes, num_elements * GRADIENT_BYTES, optimizer_bytes, fp8_bytes)
 

@@ -29,23 +29,42 @@ def check_layouts(shape: ModelShape, train: TrainSizes, gen: GenSizes | None = N
 
 
 def training_sizes(
-    shape: ModelShape, num_ranks: int, max_tp_size: int, max_tokens: int
+    shape: ModelShape, num_ranks: int, max_tp_size: int, max_tokens: int, *, generates: bool = True
 ) -> Iterator[TrainSizes]:
-    """Yield the sizes with which Megatron can train `shape` on `num_ranks` ranks; t is at most `max_tp_size`.
+    """Yield the sizes with which Megatron can train `shape` on `num_ranks` ranks; t and etp are at most `max_tp_size`.
 
     Context ranks have at least a token of the longest row, of `max_tokens` tokens, in each of their two parts. Virtual
-    stages are blocks of equally many layers.
+    stages are blocks of equally many layers. Shards of experts are left out where as many parts would do: parts take no
+    more time and memory. If the model `generates`, e = 1 and etp = t stay, whose shards nest in those of engines.
     """
     for model_ranks in divisors(num_ranks):
         for tp_size, cp_size in itertools.product(divisors(model_ranks), divisors(num_ranks // model_ranks)):
             pp_size = model_ranks // tp_size
             sizes = TrainSizes(pp_size, tp_size, num_ranks // model_ranks // cp_size, cp_size)
-            if tp_size > max_tp_size or sizes.row_unit > max_tokens or train_problems(shape, sizes):
+            dense = replace(sizes, expert_shards=1)
+            if tp_size > max_tp_size or sizes.row_unit > max_tokens or train_problems(shape, dense):
                 continue
-            yield sizes
-            if pp_size > 1 and shape.num_layers % pp_size == 0:
-                for virtual_stages in divisors(shape.num_layers // pp_size)[1:]:
-                    yield replace(sizes, virtual_stages=virtual_stages)
+            for one in _with_experts(shape, sizes, max_tp_size, generates):
+                yield one
+                if pp_size > 1 and shape.num_layers % pp_size == 0:
+                    for virtual_stages in divisors(shape.num_layers // pp_size)[1:]:
+                        yield replace(one, virtual_stages=virtual_stages)
+
+
+def _with_experts(
+    shape: ModelShape, sizes: TrainSizes, max_shards: int, generates: bool
+) -> Iterator[TrainSizes]:
+    """Yield the sizes with all parts and shards of experts; for a dense model, the sizes."""
+    if (experts := shape.experts) is None:
+        yield sizes
+        return
+    ranks = sizes.num_ranks // sizes.pp_size
+    for shards, parts in itertools.product(divisors(ranks), divisors(ranks)):
+        if shards > max_shards or ranks % (parts * shards) or shape.expert_problems(parts, shards):
+            continue
+        nests = generates and parts == 1 and shards == sizes.tp_size
+        if nests or shards == 1 or experts.num_experts % (parts * shards):
+            yield replace(sizes, expert_parts=parts, expert_shards=shards)
 
 
 def generation_sizes(shape: ModelShape, train: TrainSizes, max_tp_size: int) -> Iterator[GenSizes]:

@@ -6,15 +6,14 @@ bound is used instead.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from hybridengine.planning.costs.activations import activation_bytes
-from hybridengine.planning.costs.clusters import Cluster
+from hybridengine.planning.costs.clusters import Cluster, Fabric
 from hybridengine.planning.costs.dataflows import Call, Work
 from hybridengine.planning.costs.decoding import Engine
 from hybridengine.planning.costs.memory import (
@@ -22,6 +21,7 @@ from hybridengine.planning.costs.memory import (
     StateBytes,
     model_memory,
 )
+from hybridengine.planning.costs.mixtures import engine_axes
 from hybridengine.planning.costs.passes import ModelPasses, compute_of
 from hybridengine.planning.costs.workload import PlannedModel, Workload
 from hybridengine.planning.search.layouts import training_sizes
@@ -45,6 +45,8 @@ class SwitchFigures:
     """Peak bytes of weights on any rank."""
     received_bytes: int = 0
     """Largest bytes received by a rank in the switch to generation; 0 in lower bounds."""
+    retained_bytes: int = 0
+    """Largest bytes of training weights that a rank keeps while it generates; 0 in lower bounds."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,16 @@ class Option:
     model: str
     sizes: TrainSizes
     works: tuple[Work, ...]
-    seconds: tuple[float, ...]
-    """Seconds of each call, without the transfers of a switch."""
+    seconds_of: Callable[[], tuple[float, ...]]
+    """Returns `seconds`, which options that do not fit into memory never need."""
     memory: StateBytes
     engine: EngineOption | None = None
     """Engine of the actor; None for other models."""
+
+    @cached_property
+    def seconds(self) -> tuple[float, ...]:
+        """Seconds of each call, without the transfers of a switch."""
+        return self.seconds_of()
 
     @cached_property
     def least_seconds(self) -> tuple[float, ...]:
@@ -91,14 +98,15 @@ class Option:
         """Peak bytes that the model needs in addition to those that it always holds."""
         peak = max(self.memory.infer, self.memory.update)
         if (engine := self.engine) is not None:
-            generating = engine.gen_bytes + engine.least_kv_bytes
+            generating = engine.gen_bytes + engine.switch.retained_bytes + engine.least_kv_bytes
             peak = max(peak, self.memory.generating + max(generating, engine.switch.peak_bytes))
         return max(0, peak - self.memory.idle)
 
 
 def pricer_of(workload: Workload) -> SwitchPricer:
     """Return a pricer for switches of the workload's actor."""
-    return SwitchPricer(workload.model("actor").shape, workload.dtype, workload.bucket_bytes)
+    shape = workload.model("actor").shape
+    return SwitchPricer(shape, workload.dtype, workload.bucket_bytes, groups_experts=True)
 
 
 class Options:
@@ -118,6 +126,8 @@ class Options:
         self.workload, self.cluster, self.compute = workload, cluster, compute_of(cluster)
         self.fixed, self.fixed_gen = dict(fixed or {}), fixed_gen
         self._found: dict[tuple[str, int], list[Option]] = {}
+        self._fitting: dict[tuple[str, int, int], list[Option]] = {}
+        self._engines: dict[tuple[object, ...], Engine] = {}
         self._switches: dict[tuple[TrainSizes, GenSizes], SwitchFigures] = {}
         self._generations: dict[tuple[object, ...], float] = {}
         self._pricer = pricer or pricer_of(workload)
@@ -130,6 +140,18 @@ class Options:
             self._found[key] = [option for one in sizes for option in self._options(model, one)]
         return self._found[key]
 
+    def fitting(self, name: str, num_ranks: int, capacity_bytes: int) -> list[Option]:
+        """Return the options of a model on `num_ranks` ranks that need at most `capacity_bytes` by themselves."""
+        key, model = (name, num_ranks, capacity_bytes), self.workload.model(name)
+        if key not in self._fitting:
+            self._fitting[key] = [
+                option
+                for sizes in self._train_sizes(model, num_ranks)
+                for option in self._options(model, sizes, capacity_bytes)
+                if option.memory.idle + option.extra_bytes <= capacity_bytes
+            ]
+        return self._fitting[key]
+
     def planned(self, option: Option) -> Option:
         """Return the option with the figures of its switch's plan."""
         engine = option.engine
@@ -141,11 +163,15 @@ class Options:
     def with_cache(self, option: Option, kv_bytes: int) -> Option:
         """Return the actor's option with `kv_bytes` of KV cache."""
         assert option.engine is not None, "the actor has an engine"
-        seconds = list(option.seconds)
-        for place, call in enumerate(self._calls("actor")):
-            if call.work is Work.GENERATE:
-                seconds[place] = self._generate_s(option.sizes, option.engine.sizes, call, kv_bytes)
-        return replace(option, seconds=tuple(seconds), engine=replace(option.engine, kv_bytes=kv_bytes))
+        sizes, gen, without = option.sizes, option.engine.sizes, option.seconds_of
+
+        def seconds() -> tuple[float, ...]:
+            return tuple(
+                self._generate_s(sizes, gen, call, kv_bytes) if call.work is Work.GENERATE else own
+                for call, own in zip(self._calls("actor"), without(), strict=True)
+            )
+
+        return replace(option, seconds_of=seconds, engine=replace(option.engine, kv_bytes=kv_bytes))
 
     def _calls(self, name: str) -> list[Call]:
         return [call for call in self.workload.calls if call.role == name]
@@ -156,7 +182,9 @@ class Options:
             return
         node = self.cluster.devices_per_node
         if (fixed := self.fixed.get(model.name)) is None:
-            tried = training_sizes(model.shape, num_ranks, node, self.workload.max_tokens)
+            generates = any(call.work is Work.GENERATE for call in self._calls(model.name))
+            tokens = self.workload.max_tokens
+            tried = training_sizes(model.shape, num_ranks, node, tokens, generates=generates)
         else:
             possible = fixed.num_ranks == num_ranks and fixed.tp_size <= node
             tried = [fixed] if possible and not train_problems(model.shape, fixed) else []
@@ -174,24 +202,52 @@ class Options:
                 return False
         return True
 
-    def _options(self, model: PlannedModel, sizes: TrainSizes) -> Iterator[Option]:
+    def _options(
+        self, model: PlannedModel, sizes: TrainSizes, capacity_bytes: float = math.inf
+    ) -> Iterator[Option]:
+        """Yield the options with given sizes; none if the model's state alone exceeds the capacity."""
         calls, held = self._calls(model.name), self._held(model, sizes)
+        state = held.states(is_actor=model.name == "actor", offloads=model.offloads)
+        if max(state.idle, state.update if model.trains else 0) > capacity_bytes:
+            return
         passes = ModelPasses(model.shape, sizes, self.workload.dtype, self.cluster)
         plain = Option(
             model.name,
             sizes,
             tuple(call.work for call in calls),
-            tuple(self._pass_s(model, passes, held, call) for call in calls),
+            cache(lambda: tuple(self._pass_s(model, passes, held, call) for call in calls)),
             self._state_bytes(model, sizes, held),
         )
         if Work.GENERATE not in plain.works:
             yield plain
             return
-        for pp_size, tp_size in itertools.product(divisors(sizes.pp_size), divisors(sizes.tp_size)):
-            gen = GenSizes(pp_size, tp_size)
-            possible = gen == (self.fixed_gen or gen) and gen.nests_in(sizes)
-            if possible and not gen_problems(model.shape, gen, sizes.tp_size):
+        if plain.memory.idle + plain.extra_bytes > capacity_bytes:
+            return
+        for gen in self._engine_sizes(model, sizes):
+            if gen == (self.fixed_gen or gen) and not gen_problems(model.shape, gen, sizes.tp_size):
                 yield self._with_engine(plain, gen, held.weights_bytes)
+
+    def _engine_sizes(self, model: PlannedModel, sizes: TrainSizes) -> Iterator[GenSizes]:
+        """Yield the sizes of engines whose shards contain training shards; of a mixture, those of its experts, which are
+        most of it. Sizes that the user fixes need not."""
+        shards, parts, fixed = sizes.expert_shards, sizes.expert_parts, self.fixed_gen
+        whole = model.shape.experts is not None and shards == 1
+        for pp_size in divisors(sizes.pp_size):
+            if pp_size > 1 and sizes.virtual_stages > 1:
+                return
+            for tp_size in divisors(sizes.tp_size):
+                gen = GenSizes(pp_size, tp_size)
+                if (
+                    tp_size == 1
+                    or not model.shape.experts
+                    or (parts == 1 and shards == sizes.tp_size)
+                    or gen == fixed
+                ):
+                    yield gen
+            for tp_size in divisors(parts)[1:] if whole else ():
+                gen = GenSizes(pp_size, tp_size, tp_size)
+                if tp_size <= self.cluster.devices_per_node and not gen.problems_over(sizes):
+                    yield gen
 
     def _held(self, model: PlannedModel, sizes: TrainSizes) -> ModelMemory:
         return model_memory(model.shape, sizes, self.workload.dtype, model.settings, trains=model.trains)
@@ -251,14 +307,20 @@ class Options:
 
     def _engine(self, sizes: TrainSizes, gen: GenSizes) -> Engine:
         shape = self.workload.model("actor").shape
-        return Engine(shape, gen, sizes.pp_size, self.workload.dtype, self.cluster, sizes.num_ranks)
+        axes = engine_axes(sizes, gen) if shape.experts else ()
+        key = gen, sizes.pp_size, sizes.num_ranks, axes
+        if key not in self._engines:
+            self._engines[key] = Engine(
+                shape, gen, sizes.pp_size, self.workload.dtype, self.cluster, sizes.num_ranks, axes
+            )
+        return self._engines[key]
 
     def _generate_s(self, sizes: TrainSizes, gen: GenSizes, call: Call, kv_bytes: int) -> float:
         workload, engine = self.workload, self._engine(sizes, gen)
         rows = -(-call.num_rows * gen.num_ranks // sizes.num_ranks)
         lengths, prompt_tokens = workload.lengths, workload.prompt_tokens
         running = min(rows, engine.num_running(lengths, prompt_tokens, workload.max_num_seqs, kv_bytes))
-        key = (sizes.pp_size, sizes.num_ranks, gen, rows, running)
+        key = (sizes.pp_size, sizes.num_ranks, gen, rows, running, engine.tensor_axes)
         if key not in self._generations:
             self._generations[key] = engine.generate_s(rows, prompt_tokens, lengths, running)
         return self._generations[key] + self.compute.call_s
@@ -273,8 +335,12 @@ class Options:
         if between is not None:
             fastest += between.bytes_per_s
             ranks = min(self.cluster.devices_per_node, sizes.num_ranks)
-            # A tensor-parallel group is on one node, which therefore needs all t_g shards of some generation stage.
-            entering = max(0.0, NOT_REPLICATED * gen.tp_size * gen_bytes - ranks * train_bytes)
+            # A tensor-parallel group is on one node, which therefore needs all t_g shards of some generation stage; where
+            # it is not, a node needs those of its own ranks at least.
+            axes = self._engine(sizes, gen).tensor_axes
+            fabric = Fabric(self.cluster, sizes.num_ranks)
+            shards = math.prod(map(fabric.members_per_node, axes)) if axes else gen.tp_size
+            entering = max(0.0, NOT_REPLICATED * shards * gen_bytes - ranks * train_bytes)
             entering_s = entering / (between.node_bytes_per_s or ranks * between.bytes_per_s)
         return SwitchFigures(max(received / fastest, entering_s), 0.0, max(train_bytes, gen_bytes))
 
@@ -286,7 +352,9 @@ class Options:
                 GenerationGrid(Grid(train), gen), self.cluster.node_map(train.num_ranks)
             )
             seconds = cost.seconds_there(self.cluster), cost.seconds_back(self.cluster)
-            self._switches[key] = SwitchFigures(*seconds, cost.peak_weight_bytes_max, cost.received_bytes_max)
+            self._switches[key] = SwitchFigures(
+                *seconds, cost.peak_weight_bytes_max, cost.received_bytes_max, cost.redundant_bytes_max
+            )
         return self._switches[key]
 
 
@@ -294,8 +362,14 @@ def switched_sizes(sizes: TrainSizes, devices_per_node: int) -> TrainSizes:
     """Return the sizes with the fewest ranks whose switch has the same figures: a rank for each position on the nodes.
 
     Ranks of a stage that fill whole nodes have the same positions, however many there are. Virtual stages have no
-    influence: each bucket is one parameter of a layer, and a stage has as many layers, whichever they are.
+    influence: each bucket is one parameter of a layer, and a stage has as many layers, whichever they are. Replicas that
+    share experts are in the same domains.
     """
+    if (both := sizes.expert_parts * sizes.expert_shards) > 1 and sizes.expert_parts > 1:
+        sharing = both // math.gcd(both, sizes.tp_size * sizes.cp_size)
+        ranks = sizes.replica_size * sharing
+        repeats = min(sizes.dp_size // sharing, devices_per_node // math.gcd(ranks, devices_per_node))
+        return replace(sizes, dp_size=sharing * repeats, virtual_stages=1)
     t, c = sizes.tp_size, sizes.cp_size
     fewest = TrainSizes(sizes.pp_size, t, 1, devices_per_node // t if t * c % devices_per_node == 0 else c)
     replicas = devices_per_node // math.gcd(fewest.replica_size, devices_per_node)

@@ -111,7 +111,7 @@ class PoolPlan:
         peak = idle + max((option.extra_bytes for option in self.options), default=0)
         for engine in (option.engine for option in self.options if option.engine):
             generating = sum(option.memory.generating for option in self.options)
-            peak = max(peak, generating + engine.gen_bytes + engine.kv_bytes)
+            peak = max(peak, generating + engine.gen_bytes + engine.switch.retained_bytes + engine.kv_bytes)
         return peak + self.process_bytes
 
 

@@ -4,8 +4,9 @@ For each placement (models that share a pool) and each allocation (number of ran
 of its options. An iteration never gets shorter when one of its calls gets longer, so the least seconds of each call give
 lower bounds:
 
-1. The bounds of all allocations are computed at once. Allocations are examined in the order of their bounds, until a
-   bound is no better than the best plan so far.
+1. The bounds of all allocations are computed at once, first from arithmetic that all ranks share evenly (`bounds`).
+   Allocations are examined in the order of their bounds, until a bound is no better than the best plan so far. The
+   options of a model on a number of ranks are computed when an allocation with it is examined; bounds are then better.
 2. Within an allocation, models are assigned their options in turn, the fastest options first, without those that are no
    better than another one in any respect. A branch ends if its models do not fit into memory with the least that the
    others need, or if the iteration, with the least seconds of the models without an option yet, is no better than the
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybridengine.planning.costs.passes import compute_of
+from hybridengine.planning.search.bounds import least_seconds
 from hybridengine.planning.search.options import Option, Options, undominated
 from hybridengine.planning.search.placements import Placement, allocations, placements, pool_sizes
 from hybridengine.planning.search.plan import Plan, Schedule
@@ -69,6 +71,7 @@ class Search:
         self.capacity_bytes = self.cluster.model_memory_bytes
         self.sizes = pool_sizes(self.cluster, num_devices)
         self._least: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        self._known: set[tuple[str, int]] = set()
         self._allocations: dict[int, tuple[np.ndarray, bool]] = {}
         self._useful: dict[tuple[str, int], list[Option]] = {}
 
@@ -117,21 +120,30 @@ class Search:
         return self._allocations[num_pools]
 
     def least_seconds(self, model: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the least seconds of a model's calls with exactly and with at most n ranks, [calls, num_devices + 1];
-        infinite without an option."""
+        """Return lower bounds of the seconds of a model's calls with exactly and with at most n ranks, [calls,
+        num_devices + 1]; infinite without an option. For sizes that were looked into, the first are the least seconds."""
         if model not in self._least:
             num_calls = sum(call.role == model for call in self.workload.calls)
             table = np.full((num_calls, self.num_devices + 1), np.inf)
             for size in self.sizes:
-                fitting = [option.least_seconds for option in self.fitting(model, size)]
-                if fitting:
-                    table[:, size] = np.min(fitting, axis=0)
+                table[:, size] = least_seconds(self.options, model, size, self.capacity_bytes)
             self._least[model] = table, np.minimum.accumulate(table, axis=1)
         return self._least[model]
 
+    def look_into(self, model: str, size: int) -> bool:
+        """Compute the least seconds of a model's calls with `size` ranks; return False if they were known."""
+        if (model, size) in self._known:
+            return False
+        self._known.add((model, size))
+        table, at_most = self.least_seconds(model)
+        fitting = [option.least_seconds for option in self.fitting(model, size)]
+        table[:, size] = np.min(fitting, axis=0) if fitting else np.inf
+        np.minimum.accumulate(table, axis=1, out=at_most)
+        return True
+
     def fitting(self, model: str, size: int) -> list[Option]:
         """Return the options of a model that fit on a rank without other models."""
-        return [option for option in self.options.of(model, size) if self.fits([option])]
+        return self.options.fitting(model, size, self.capacity_bytes)
 
     def useful(self, model: str, size: int) -> list[Option]:
         """Return the fitting options of a model that may be part of the best plan."""
@@ -150,6 +162,7 @@ class Search:
         if (engine := option.engine) is None:
             return option
         room = self.capacity_bytes - others_idle_bytes - option.memory.generating - engine.gen_bytes
+        room -= engine.switch.retained_bytes
         if room < engine.least_kv_bytes:
             return None
         return option if room >= engine.kv_bytes else self.options.with_cache(option, room)
@@ -177,14 +190,28 @@ class _PlacementSearch:
         self._best_s = limit_s
         if self.least_s >= limit_s:
             return None
+        while self._examine():
+            pass
+        return self._best
+
+    def _examine(self) -> bool:
+        """Examine allocations in the order of their bounds; return True when bounds became better on the way."""
         candidates, _ = self._search.allocations(len(self.placement))
         bounds = self._bounds()  # recomputed: few placements get here, and the bounds of all take much memory
         for row in np.argsort(bounds, kind="stable"):
             if bounds[row] >= self._best_s or not np.isfinite(bounds[row]):
                 break
             for sizes in self._smaller(tuple(candidates[row].tolist())):
+                size_of = self._size_of(sizes)
+                improved = [self._search.look_into(name, size) for name, size in size_of.items()]
+                if any(improved):
+                    self._tried.discard(sizes)
+                    return True
                 self._solve(sizes)
-        return self._best
+        return False
+
+    def _size_of(self, sizes: tuple[int, ...]) -> dict[str, int]:
+        return {name: size for pool, size in zip(self.placement, sizes, strict=True) for name in pool}
 
     def _bounds(self) -> np.ndarray:
         """Return lower bounds, in seconds, of plans with at most the ranks of each allocation, [A]."""
@@ -222,7 +249,7 @@ class _PlacementSearch:
 
     def _solve(self, sizes: tuple[int, ...]) -> None:
         """Examine all options of the models on pools of the given sizes."""
-        size_of = {name: size for pool, size in zip(self.placement, sizes, strict=True) for name in pool}
+        size_of = self._size_of(sizes)
         least = {
             name: self._search.least_seconds(name)[0][:, size].tolist() for name, size in size_of.items()
         }
@@ -284,7 +311,16 @@ class _PlacementSearch:
         seconds = {name: option.least_seconds for name, option in limited.items()}
         if self._schedule.step_s(seconds) >= self._best_s:
             return
-        pools = [[self._search.options.planned(limited[name]) for name in pool] for pool in self.placement]
+        planned = {name: self._search.options.planned(option) for name, option in limited.items()}
+        pools = []
+        for pool in self.placement:
+            idle = {name: planned[name].memory.idle for name in pool}
+            fitting = [self._search.beside(planned[name], sum(idle.values()) - idle[name]) for name in pool]
+            pools.append(
+                [option for option in fitting if option is not None]
+            )  # training weights may be retained
+            if len(pools[-1]) < len(pool):
+                return
         if all(self._search.fits(pool) for pool in pools):
             plan = Plan.of(self.placement, pools, sizes, self._schedule, self._search.cluster)
             if plan.step_s < self._best_s:

@@ -20,9 +20,10 @@ Shapes: those of `reshard.cost`, with R ranks of all distinct domains, and N nod
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -51,6 +52,7 @@ from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Groups
 from hybridengine.topology.links import LinkClass, NodeMap
+from hybridengine.topology.sizes import GenSizes, TrainSizes, divisors
 
 Pattern = tuple[Hashable, ...]
 """Properties of a domain, rank by rank, that determine its plan."""
@@ -209,24 +211,62 @@ class SwitchCost:
         return hosted_ranks([repeats for _, repeats in self.domains], self.nodes)
 
 
+GROUPED_SHARE = 8
+"""Experts are grouped up to matrices of this part of the bytes in flight; in coarser buckets less would overlap."""
 MOST_PRICED = 2
 """Number of costs that a pricer caches; the plans of large models on many ranks take a hundred MB."""
 
 
-class SwitchPricer:
-    """Computes the costs of switches of one model, with `bucket_bytes` of weights in flight at once."""
+def grouped_experts(
+    shape: ModelShape, train: TrainSizes, gen: GenSizes, most_elements: int
+) -> tuple[ModelShape, int]:
+    """Return the shape with experts joined into groups that move alike, each as wide as all of them, and their number.
 
-    def __init__(self, shape: ModelShape, dtype: str, bucket_bytes: int) -> None:
+    A group's matrix has at most `most_elements`. All bytes but those of routers are the same, in fewer messages and
+    coarser buckets: peaks differ by a percent at most, seconds by a third. Plans of 128 experts take many times as long.
+    """
+    if (experts := shape.experts) is None:
+        return shape, 1
+    parts = math.lcm(train.expert_parts, gen.expert_parts)
+    together, one = experts.num_experts // parts, 2 * experts.ffn_hidden_size * shape.hidden_size
+    count = max((size for size in divisors(together) if size * one <= most_elements), default=1)
+    num_active = max(1, experts.num_active // count)
+    wide = replace(
+        experts,
+        num_experts=experts.num_experts // count,
+        num_active=num_active,
+        ffn_hidden_size=experts.ffn_hidden_size * count,
+    )
+    return replace(shape, experts=wide), count
+
+
+class SwitchPricer:
+    """Computes the costs of switches of one model, with `bucket_bytes` of weights in flight at once.
+
+    With `groups_experts`, experts that move alike are planned together (`grouped_experts`); a run moves each by itself.
+    """
+
+    def __init__(
+        self, shape: ModelShape, dtype: str, bucket_bytes: int, *, groups_experts: bool = False
+    ) -> None:
         self.shape, self.dtype, self.bucket_bytes = shape, dtype, bucket_bytes
+        self._groups_experts = groups_experts
         self._kept = lru_cache(MOST_PRICED)(self._price)
 
     def price(self, generation: GenerationGrid, nodes: NodeMap, two_step: bool = True) -> SwitchCost:
         """Return the cost of switching to `generation` and back; a PlanError if the engines cannot hold the model."""
         return self._kept(generation, nodes, two_step)
 
+    def grouped(self, generation: GenerationGrid) -> tuple[ModelShape, int]:
+        """Return the shape whose switch is planned, and how many experts its groups have."""
+        most = self.bucket_bytes // DTYPE_BYTES[self.dtype] // GROUPED_SHARE
+        return grouped_experts(self.shape, generation.train.sizes, generation.sizes, most)
+
     def _price(self, generation: GenerationGrid, nodes: NodeMap, two_step: bool) -> SwitchCost:
-        layouts = megatron_layout(self.shape, generation.train), vllm_layout(self.shape, generation)
-        element_bytes = DTYPE_BYTES[self.dtype]
+        shape, element_bytes = self.shape, DTYPE_BYTES[self.dtype]
+        if self._groups_experts:
+            shape, _ = self.grouped(generation)
+        layouts = megatron_layout(shape, generation.train), vllm_layout(shape, generation)
         found = []
         for repeats in distinct_domains(*layouts, nodes):
             bucket_elements = self.bucket_bytes // element_bytes

@@ -58,8 +58,9 @@ def prompts_of(place: int) -> list[list[int]]:
 def draw(rank: int, folder: Path, generation: GenerationGrid) -> Seen:
     identity = take_place(rank)
     shape = ModelShape.from_folder(folder)
+    tokenizer = str(folder) if (folder / "tokenizer.json").exists() else None
     settings = EngineSettings(
-        256, SLOTS, 16 * 2**20, keep_routes=shape.experts is not None, tokenizer=str(folder)
+        256, SLOTS, 16 * 2**20, keep_routes=shape.experts is not None, tokenizer=tokenizer
     )
     engine = VllmEngine(folder, shape, generation, settings, identity)
     engine._runner.model.load_weights(load_file(folder / "model.safetensors").items())
@@ -106,7 +107,8 @@ def draw(rank: int, folder: Path, generation: GenerationGrid) -> Seen:
         shared, steps_together, moved_together = together(len(lengths))
         few, steps_few, moved_few = together(SLOTS)
         assert moved_few == []
-        with_strings, _, moved_with_strings = together(len(lengths), *(["never"] if peers.place == 0 else []))
+        strings = ["never"] if tokenizer is not None and peers.place == 0 else []
+        with_strings, _, moved_with_strings = together(len(lengths), *strings)
         pool = engine._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         num_left = SLOTS + 1 if peers.place == 0 else pool.get_num_free_blocks()
         taken = pool.get_new_blocks(pool.get_num_free_blocks() - num_left)
