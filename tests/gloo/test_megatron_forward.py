@@ -132,7 +132,8 @@ def test_log_probs_and_round_trip_of_every_family_and_layout(
         folder = exports / f"{sizes}-{order.name}"
         files = list(folder.glob("*.safetensors"))
         assert len(files) > 1
-        assert all(file.stat().st_size < MAX_FILE_BYTES + 4096 for file in files)  # plus a header
+        large = [file for file in files if file.stat().st_size >= MAX_FILE_BYTES + 4096]  # plus a header
+        assert all(len(load_file(file)) == 1 for file in large)
         exported = read_checkpoint(folder)
         assert exported.keys() == original.keys()
         assert all(torch.equal(exported[name], original[name]) for name in original), (sizes, order)

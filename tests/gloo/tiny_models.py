@@ -38,12 +38,18 @@ def write_model(
     described = FAMILIES[family]
     labels = {"num_labels": num_labels} if num_labels else {}
     experts = {key: EXPERTS[field] for field, key in described.expert_keys.items() if field in EXPERTS}
-    values = {**SIZES, **described.built_config, **experts, **labels, **sizes, "tie_word_embeddings": tied}
+    values = {**SIZES, **experts, **described.built_config, **labels, **sizes, "tie_word_embeddings": tied}
+    if described.latent_keys:
+        values["num_key_value_heads"] = values["num_attention_heads"]
+        values["head_dim"] = values["qk_rope_head_dim"]
     config = getattr(transformers, f"{described.hf_prefix}Config")(**values)
     model: PreTrainedModel = getattr(transformers, described.architectures[bool(num_labels)])(config)
     generator = torch.Generator().manual_seed(20)
     for name, parameter in model.named_parameters():
         mean = 1.0 if "norm" in name else 0.0
         parameter.data.normal_(mean, 0.15, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.3, generator=generator)  # so that it decides
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return model
