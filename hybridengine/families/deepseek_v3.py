@@ -63,8 +63,8 @@ class DeepseekV3(MixtureFamily):
             )
         if config["head_dim"] != config["qk_rope_head_dim"]:
             yield (
-                f"head_dim={config['head_dim']} must be qk_rope_head_dim={config['qk_rope_head_dim']}, for which transformers"
-                " takes it; remove it"
+                f"head_dim={config['head_dim']} must be qk_rope_head_dim={config['qk_rope_head_dim']}, as transformers uses"
+                " it; remove it"
             )
         dense = config["first_k_dense_replace"]
         if type(dense) is not int or dense < 0:
@@ -77,8 +77,9 @@ class DeepseekV3(MixtureFamily):
             )
         elif used < groups and config["num_experts_per_tok"] != 2 * used:
             yield (
-                f"num_experts_per_tok={config['num_experts_per_tok']} must be twice topk_group={used}: Megatron-core ranks"
-                " groups by their best num_experts_per_tok / topk_group experts, and the model by its best 2"
+                f"num_experts_per_tok={config['num_experts_per_tok']} must be twice topk_group={used}, because"
+                " Megatron-core chooses groups by their num_experts_per_tok / topk_group best experts, and the model by two;"
+                " use another model"
             )
 
     def attention_tensors(self, sizes: DecoderSizes) -> dict[str, tuple[int, ...]]:

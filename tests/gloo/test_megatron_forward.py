@@ -141,19 +141,31 @@ def test_log_probs_and_round_trip_of_every_family_and_layout(
     assert torch.equal(loaded(batches[0]).logits, model(batches[0]).logits)
 
 
-def test_llama_3_rope_scaling(tmp_path: Path, run_ranks: RankLauncher):
-    scaling = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,  # not mscale, so that the factor of sines matters as well as that of scores
+}
+
+
+@pytest.mark.parametrize(("family", "scaling"), [("llama", LLAMA3), ("deepseek_v3", YARN)])
+def test_rope_scaling(family: str, scaling: dict[str, Any], tmp_path: Path, run_ranks: RankLauncher):
     long: dict[str, Any] = {"max_position_embeddings": 32768, "num_hidden_layers": 2}
-    scaled = write_model(tmp_path / "scaled", "llama", rope_parameters=scaling, **long)
-    plain = write_model(tmp_path / "plain", "llama", **long)
-    # Scaling slows the rotations that take more than 2048 positions; a short sequence does not show it.
+    rotary = {"rope_theta": 10000.0, **scaling}
+    scaled = write_model(tmp_path / "scaled", family, rope_parameters=rotary, **long)
+    plain = write_model(tmp_path / "plain", family, **long)
+    # Llama's slows the rotations that take more than 2048 positions; a short sequence does not show it.
     tokens = torch.randint(0, 131, (1, 1200), generator=torch.Generator().manual_seed(0))
     assert (reference(scaled, tokens)[0] - reference(plain, tokens)[0]).abs().max() > 100 * TOLERANCE
     layouts = [("1-2-1", RankOrder.PAPER), ("2-1-1", RankOrder.PAPER)]

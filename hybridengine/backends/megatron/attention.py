@@ -1,7 +1,7 @@
 """Megatron-core's modules without Transformer Engine: causal attention over packed rows, and a norm for all parallelisms.
 
-Shapes: S tokens of a pack, c context-parallel ranks, N heads, G key-value heads, D dimensions of a head's query and key, E
-of its value.
+Shapes: S tokens of a pack, c context-parallel ranks, N heads, G key-value heads, D dimensions of a head's query and key,
+E of its value.
 """
 
 from __future__ import annotations

@@ -78,6 +78,8 @@ def build_llm(
         enable_expert_parallel=generation.sizes.expert_parts > 1,
         # Other kernels for GPUs put experts into an order of their own, which a switch could not fill.
         moe_backend="triton" if on_gpu else "auto",
+        # For latent attention on a CPU with AMX, vLLM would choose one that replaces weights.
+        attention_backend=None if on_gpu else "CPU_MLA",  # type: ignore[arg-type]
         distributed_executor_backend="external_launcher",
         enforce_eager=not settings.cuda_graphs,
         enable_sleep_mode=bool(settings.cuda_graphs),

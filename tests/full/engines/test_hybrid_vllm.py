@@ -66,6 +66,7 @@ CASES = [
     Case("llama", True, "2-1-1 c=2 v=2", "1-1"),
     Case("qwen3_moe", False, "1-2-1 e=2 etp=1", "1-2 e=2"),
     Case("mixtral", False, "1-1-2 e=2", "1-1"),
+    Case("deepseek_v3", False, "2-2-1 e=2 etp=1", "1-2 e=2"),
 ]
 """One for each family, with gathers over both axes, one of them, and none; context ranks with virtual stages."""
 
@@ -188,7 +189,8 @@ def test_a_second_round_repeats_the_first(lived: Lived):
 
 def test_tokens_follow_the_trained_weights_although_prefixes_are_cached(lived: Lived):
     outcome = lived.ranks[0]
-    assert outcome.caches_prefixes
+    # vLLM on a CPU has no prefix cache for latent attention.
+    assert outcome.caches_prefixes == (lived.case.family != "deepseek_v3")
     assert outcome.block_tokens < max(map(len, prompts_of(0)))  # so that a stale cache would be used
     for (_, old), (_, new) in zip(lived.rounds(1), lived.rounds(2), strict=True):
         assert all(a != b for a, b in zip(token_ids(old.greedy), token_ids(new.greedy), strict=True))
