@@ -61,11 +61,8 @@ class DeepseekV3(MixtureFamily):
                 f"num_key_value_heads={kv_heads} must be num_attention_heads={heads} with latent attention; restore the"
                 " model's original config.json"
             )
-        if config["head_dim"] != config["qk_rope_head_dim"]:
-            yield (
-                f"head_dim={config['head_dim']} must be qk_rope_head_dim={config['qk_rope_head_dim']}, as transformers uses"
-                " it; remove it"
-            )
+        if config["head_dim"] != (dim := config["qk_rope_head_dim"]):
+            yield f"head_dim={config['head_dim']} must be qk_rope_head_dim={dim}, as transformers uses it; remove it"
         dense = config["first_k_dense_replace"]
         if type(dense) is not int or dense < 0:
             yield f"first_k_dense_replace={dense!r} must be a number of layers; restore the model's original config.json"
@@ -78,8 +75,8 @@ class DeepseekV3(MixtureFamily):
         elif used < groups and config["num_experts_per_tok"] != 2 * used:
             yield (
                 f"num_experts_per_tok={config['num_experts_per_tok']} must be twice topk_group={used}, because"
-                " Megatron-core chooses groups by their num_experts_per_tok / topk_group best experts, and the model by two;"
-                " use another model"
+                " Megatron-core chooses groups by their best num_experts_per_tok / topk_group experts, and the model by"
+                " their best two; use another model"
             )
 
     def attention_tensors(self, sizes: DecoderSizes) -> dict[str, tuple[int, ...]]:

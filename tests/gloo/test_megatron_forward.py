@@ -28,7 +28,7 @@ from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import TrainSizes
 from hybridengine.weights.process_groups import ProcessGroups
 from tests.gloo.ranks import RankLauncher
-from tests.gloo.tiny_models import write_model
+from tests.gloo.tiny_models import YARN, write_model
 
 LAYOUTS = [
     ("2-2-1", RankOrder.PAPER),
@@ -147,15 +147,6 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}
-YARN = {
-    "rope_type": "yarn",
-    "factor": 40.0,
-    "original_max_position_embeddings": 64,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.5,  # not mscale, so that the factor of sines matters as well as that of scores
 }
 
 

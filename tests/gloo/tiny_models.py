@@ -25,6 +25,17 @@ SIZES = {
 EXPERTS = {"num_experts": 8, "num_active": 2, "ffn_hidden_size": 48}
 """Fields of `ExpertSizes`."""
 
+YARN = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,  # not mscale, so that the factor of sines matters as well as that of scores
+}
+"""Rotary scaling of a context of 64 tokens."""
+
 
 def write_model(
     folder: Path, family: str, tied: bool = False, dtype: str = "float32", num_labels: int = 0, **sizes: Any
@@ -48,8 +59,9 @@ def write_model(
     for name, parameter in model.named_parameters():
         mean = 1.0 if "norm" in name else 0.0
         parameter.data.normal_(mean, 0.15, generator=generator)
+    model.to(getattr(torch, dtype))
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.normal_(0.0, 0.3, generator=generator)  # so that it decides
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
+        if name.endswith("e_score_correction_bias"):  # of float32 in any model
+            buffer.data = torch.empty_like(buffer, dtype=torch.float32).normal_(0.0, 0.3, generator=generator)
+    model.save_pretrained(folder)
     return model

@@ -24,7 +24,7 @@ from hybridengine.backends.vllm.construction import (
 )
 from hybridengine.backends.vllm.groups import install_groups
 from hybridengine.backends.vllm.host_segments import HostSegments
-from hybridengine.backends.vllm.latent import own_parameters, view_absorbed
+from hybridengine.backends.vllm.latent import own_parameters, rotate_all_heads, view_absorbed
 from hybridengine.backends.vllm.requests import RunningRequests
 from hybridengine.backends.vllm.sleeping import CuMemSegments, SleepingWeights
 from hybridengine.errors import DataError, StorageError
@@ -82,6 +82,8 @@ class VllmEngine:
         whole = own_parameters(model)
         segments = CuMemSegments(whole.values()) if on_gpu else HostSegments(whole)
         view_absorbed(model)
+        if not on_gpu:
+            rotate_all_heads(model)
         return SleepingWeights(self._parameters(), model.buffers(), segments, self._parameters)
 
     def _parameters(self) -> dict[str, Tensor]:

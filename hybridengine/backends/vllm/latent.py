@@ -16,6 +16,16 @@ def own_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: one for name, one in model.named_parameters() if not name.endswith(_ABSORBED)}
 
 
+def rotate_all_heads(model: nn.Module) -> None:
+    """Rotate heads by torch, as vLLM's kernel for a CPU rotates only the first of those of latent attention."""
+    from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+
+    for module in model.modules():
+        if isinstance(module, MultiHeadLatentAttentionWrapper):
+            rotary: Any = module.rotary_emb
+            rotary._forward_method = rotary.forward_native
+
+
 def view_absorbed(model: nn.Module) -> None:
     """Make the matrices that latent attention absorbs into queries and outputs views of the projection they are from.
 
