@@ -56,11 +56,13 @@ class DeepseekV3(MixtureFamily):
                     " config.json"
                 )
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        if heads != kv_heads:
+        if kv_heads not in (None, heads):
             yield (
                 f"num_key_value_heads={kv_heads} must be num_attention_heads={heads} with latent attention; restore the"
                 " model's original config.json"
             )
+        if config.get("tie_word_embeddings") and self.architectures[0] in config["architectures"]:
+            yield "tie_word_embeddings=true is not supported by vLLM; use a model with a head of its own"
         if config["head_dim"] != (dim := config["qk_rope_head_dim"]):
             yield f"head_dim={config['head_dim']} must be qk_rope_head_dim={dim}, as transformers uses it; remove it"
         dense = config["first_k_dense_replace"]
@@ -177,9 +179,8 @@ class DeepseekV3(MixtureFamily):
 
     def vllm_problems(self, sizes: DecoderSizes) -> list[str]:
         latent = _latent(sizes)
-        tied = ["tie_word_embeddings=true is not supported by vLLM; use a model with a head of its own"]
         found = {"kv_lora_rank": latent.key_value_rank, "qk_rope_head_dim": latent.rotary_head_dim}
-        return (tied if sizes.tied_embeddings else []) + [
+        return [
             f"{key}={found[key]} must be {size}, for which vLLM has kernels of latent attention; use another model"
             for key, size in _ENGINE_LATENT.items()
             if found[key] != size

@@ -305,9 +305,7 @@ def _rotary(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         )
     for key, usual in _UNSCALED.items():
         if nested.get(key, usual) != usual:
-            raise ConfigError(
-                f"{key}={nested[key]!r} of rope_type={kind!r} is not supported; it must be absent or {usual!r}"
-            )
+            raise ConfigError(f"{key}={nested[key]!r} of rope_type={kind!r} is not supported; remove it")
     scaling = {key: nested[key] for key in ROPE_NUMBERS[kind]}
     check_numbers(scaling)
     return {"rope_theta": float(theta), "rope_scaling": tuple(scaling.items())}

@@ -25,8 +25,10 @@ PUBLISHED = {
     "codellama-34b": 33_743_970_304,
     "mistral-7b": 7_248_023_552,
     "phi-4": 14_659_507_200,
+    "deepseek-v3": 671_026_404_352 + 58 * 256,
 }
-"""Numbers of parameters on the model cards of Hugging Face."""
+"""Numbers of parameters on the model cards of Hugging Face; of DeepSeek-V3 those of transformers' model and the expert
+biases of its 58 mixtures."""
 
 
 def test_every_preset_has_a_published_count() -> None:
@@ -42,6 +44,9 @@ def test_parameter_count_is_the_published_one(name: str) -> None:
 def test_what_the_count_does_not_show() -> None:
     llama31, qwen3, qwen2 = (PRESETS[name].shape() for name in ("llama3-405b", "qwen3-32b", "qwen2.5-7b"))
     assert dict(llama31.rope_scaling)["factor"] == 8.0
+    deepseek = PRESETS["deepseek-v3"].shape()
+    assert deepseek.expert_layer(2) is None and deepseek.expert_layer(3) is not None
+    assert deepseek.kv_token_bytes(1, 1, 8, "bfloat16") == 61 * (512 + 64) * 2
     assert (qwen3.head_dim, qwen3.q_size, qwen3.hidden_size) == (128, 8192, 5120)
     assert "model.layers.0.self_attn.q_norm.weight" in qwen3.tensors
     assert "model.layers.0.self_attn.q_proj.bias" in qwen2.tensors
