@@ -242,9 +242,9 @@ DEEPSEEK_V3 = DeepseekV3(
     built_config={
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
-        "n_group": 4,
-        "topk_group": 2,
-        "num_experts_per_tok": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
         "first_k_dense_replace": 1,
         "num_nextn_predict_layers": 0,
         "q_lora_rank": 48,

@@ -239,11 +239,11 @@ BAD = {
     ),
     "DeepSeek-V3's groups": (
         {**DEEPSEEK, "num_experts_per_tok": 6},
-        "^num_experts_per_tok=6 must be twice topk_group=2, because Megatron-core",
+        "^num_experts_per_tok=6 must be twice topk_group=1, because Megatron-core",
     ),
     "DeepSeek-V3's number of groups": (
         {**DEEPSEEK, "n_group": 3},
-        "^n_group=3 must divide n_routed_experts=8, and topk_group=2 be between 1 and it",
+        "^n_group=3 must divide n_routed_experts=8, and topk_group=1 be between 1 and it",
     ),
     "DeepSeek-V3 with head_dim": (
         {**DEEPSEEK, "head_dim": 96},
