@@ -23,10 +23,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 
 from hybridengine.checkpoints.folders import RUN_STATE, Checkpoint, RunState, write_kept
-from hybridengine.checkpoints.hf_files import HfWriter, SafetensorsFolder, check_weights, gone_on_failure
+from hybridengine.checkpoints.hf_files import (
+    HfWriter,
+    SafetensorsFolder,
+    check_weights,
+    gone_on_failure,
+    type_of,
+)
 from hybridengine.checkpoints.making import complete_checkpoint
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError, UnreadableError
+from hybridengine.families.family import is_float32
 from hybridengine.files import read_object
 from hybridengine.models.checkpoint_files import COMPANIONS_FOLDER, CONFIG_FILE
 from hybridengine.models.shapes import LM_HEAD, SCORE_HEAD, ModelShape
@@ -103,7 +110,7 @@ def export_role(
         raise CheckpointError(f"{folder} has no weights; use a complete checkpoint")
     if companions is not None:
         _check_same_model(companions, shapes)
-    stored = next(iter(tensors.dtypes[f"{prefix}{name}"] for name in shapes))
+    stored = tensors.dtypes[f"{prefix}{min(shapes, key=is_float32)}"]
     ordered, written_as = dict(sorted(shapes.items())), DTYPES[dtype] if dtype else stored
     with HfWriter(out, ordered, written_as, max_file_bytes, companions) as writer:
         for name, shape in ordered.items():
@@ -146,7 +153,7 @@ def import_model(
     with gone_on_failure(partial):
         reader = _LazyReader(files, shape, DTYPES[dtype], progress)
         empty = {
-            f"{WEIGHTS}.{name}": torch.empty(size, dtype=DTYPES[dtype], device="meta")
+            f"{WEIGHTS}.{name}": torch.empty(size, dtype=type_of(name, DTYPES[dtype]), device="meta")
             for name, size in shape.tensors.items()
         }
         # Torch's writer holds the tensors of a file in memory until the file is complete.
@@ -178,14 +185,18 @@ class _LazyReader(DefaultSavePlanner):
     ) -> None:
         super().__init__()
         self._files, self._shape, self._dtype, self._progress = files, shape, dtype, progress
-        self._total = sum(math.prod(size) for size in shape.tensors.values()) * dtype.itemsize
+        self._total = sum(
+            math.prod(size) * type_of(name, dtype).itemsize for name, size in shape.tensors.items()
+        )
         self._done = 0
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Return the actual tensor in place of the empty one used for planning."""
         name = write_item.index.fqn.removeprefix(f"{WEIGHTS}.")
         # A copy: safetensors may return a part of a mapped file, which torch would save as a whole.
-        tensor = self._files.read(name, full_box(self._shape.tensors[name])).to(self._dtype, copy=True)
+        tensor = self._files.read(name, full_box(self._shape.tensors[name])).to(
+            type_of(name, self._dtype), copy=True
+        )
         self._done += tensor.numel() * tensor.element_size()
         self._progress(self._done, self._total)
         return tensor

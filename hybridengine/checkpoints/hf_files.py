@@ -25,6 +25,7 @@ from torch import Tensor
 
 from hybridengine.checkpoints.digests import settle
 from hybridengine.errors import CheckpointError
+from hybridengine.families.family import is_float32
 from hybridengine.files import read_object
 from hybridengine.models.checkpoint_files import (
     COMPANIONS,
@@ -40,6 +41,11 @@ NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Names of types in safetensors files."""
 COMPARED_ROWS = 4096
 """Number of rows of two tensors compared at a time."""
+
+
+def type_of(tensor: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a logical tensor of a model of type `dtype`."""
+    return torch.float32 if is_float32(tensor) else dtype
 
 
 class SafetensorsFolder:
@@ -93,7 +99,7 @@ class HfWriter:
 
     Args:
         shapes: shapes of all tensors, in file order.
-        dtype: type of the tensors in the files.
+        dtype: type of the tensors in the files (`type_of`).
         max_file_bytes: size limit of a file; a larger tensor has its own file.
         companions: folder whose configuration, tokenizer and model card are copied.
     """
@@ -108,12 +114,16 @@ class HfWriter:
     ) -> None:
         self._folder, self._partial = folder, folder.with_name(f".{folder.name}.partial")
         self._shapes, self._dtype, self._companions = dict(shapes), dtype, companions
-        empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        self._dtypes = {name: type_of(name, dtype) for name in shapes}
+        empty = {
+            name: torch.empty(shape, dtype=self._dtypes[name], device="meta")
+            for name, shape in shapes.items()
+        }
         self._files = split_torch_state_dict_into_shards(
             empty, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_bytes
         )
         self._places = dict[str, tuple[Path, int]]()
-        self.total_bytes = sum(_num_bytes(shape, dtype) for shape in shapes.values())
+        self.total_bytes = sum(one.nbytes for one in empty.values())
         self.written_bytes = 0
 
     def __enter__(self) -> HfWriter:
@@ -126,10 +136,14 @@ class HfWriter:
     def _write_headers(self) -> None:
         for file, names in self._files.filename_to_tensors.items():
             entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-            ends = [0, *accumulate(_num_bytes(self._shapes[name], self._dtype) for name in names)]
+            ends = [0, *accumulate(_num_bytes(self._shapes[name], self._dtypes[name]) for name in names)]
             for name, span in zip(names, pairwise(ends), strict=True):
                 shape = list(self._shapes[name])
-                entries[name] = {"dtype": NAMES[self._dtype], "shape": shape, "data_offsets": list(span)}
+                entries[name] = {
+                    "dtype": NAMES[self._dtypes[name]],
+                    "shape": shape,
+                    "data_offsets": list(span),
+                }
             text = json.dumps(entries, separators=(",", ":")).encode()
             text += b" " * (-len(text) % 8)  # align tensors to 8 bytes, so that they can be memory-mapped
             header = struct.pack("<Q", len(text)) + text
@@ -146,7 +160,7 @@ class HfWriter:
         """Write a tensor to its place; once per tensor."""
         assert tuple(tensor.shape) == self._shapes[name], f"{name} has another shape than was said"
         path, begin = self._places.pop(name)
-        flat = tensor.detach().to("cpu", self._dtype).contiguous().view(-1)
+        flat = tensor.detach().to("cpu", self._dtypes[name]).contiguous().view(-1)
         with path.open("r+b") as file:
             file.seek(begin)
             file.write(flat.view(torch.uint8).numpy().data)

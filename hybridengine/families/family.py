@@ -26,6 +26,43 @@ class ExpertSizes:
     """First layers of the model, which have an MLP in place of experts."""
     normalizes: bool = True
     """True if the weights of a token's experts add up to 1."""
+    num_shared: int = 0
+    """Experts that compute every token; together they are one MLP."""
+    num_groups: int = 1
+    """Groups of consecutive experts."""
+    num_active_groups: int = 1
+    """Groups from which the experts of a token are chosen."""
+    scale: float = 1.0
+    """Factor of the weights of a token's experts."""
+
+    @property
+    def shared_size(self) -> int:
+        """Intermediate size of the MLP that computes every token; 0 for none."""
+        return self.num_shared * self.ffn_hidden_size
+
+
+@dataclass(frozen=True, order=True)
+class LatentSizes:
+    """Multi-head latent attention, which makes the queries, and the keys and values, from short vectors."""
+
+    query_rank: int
+    """Size of the vector of queries."""
+    key_value_rank: int
+    """Size of the vector of keys and values, which an engine caches."""
+    plain_head_dim: int
+    """First dims of a head's query and key, without positions."""
+    rotary_head_dim: int
+    """Last dims of a head's query and key, with rotary positions; all heads have the same key there."""
+    value_head_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.plain_head_dim + self.rotary_head_dim
+
+    @property
+    def cached_size(self) -> int:
+        """Elements of a token in a layer's cache, the same on every tensor rank."""
+        return self.key_value_rank + self.rotary_head_dim
 
 
 @dataclass(frozen=True)
@@ -46,11 +83,13 @@ class DecoderSizes:
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: tuple[tuple[str, float | str], ...] = ()
-    """Llama 3's frequency scaling as sorted (key, value) pairs; empty for plain rotary embeddings."""
+    """Llama 3's or YaRN's frequency scaling as (key, value) pairs; empty for plain rotary embeddings."""
     num_labels: int = 0
     """Outputs of a sequence-classification head (`score.weight`); 0 for a language model."""
     experts: ExpertSizes | None = None
     """Experts of a mixture of experts; None for a dense model."""
+    latent: LatentSizes | None = None
+    """Sizes of multi-head latent attention; None for plain attention."""
 
     def expert_layer(self, layer: int) -> ExpertSizes | None:
         """Return the experts of a layer; None if it has an MLP."""
@@ -146,6 +185,8 @@ class Family:
 
     expert_keys: Mapping[str, str] = field(default_factory=dict)
     """Field of `ExpertSizes` -> key in config.json; empty for a dense family."""
+    latent_keys: Mapping[str, str] = field(default_factory=dict)
+    """Field of `LatentSizes` -> key in config.json; empty for plain attention."""
 
     @property
     def architectures(self) -> tuple[str, str]:
@@ -161,6 +202,12 @@ class Family:
         if not self.expert_keys:
             return None
         return ExpertSizes(**{name: config[key] for name, key in self.expert_keys.items() if key in config})
+
+    def latent_of(self, config: Mapping[str, Any]) -> LatentSizes | None:
+        """Return the sizes of latent attention that a completed config.json describes; None for plain attention."""
+        if not self.latent_keys:
+            return None
+        return LatentSizes(**{name: config[key] for name, key in self.latent_keys.items()})
 
     def refusals(self, config: Mapping[str, Any]) -> Iterator[str]:
         """Yield the features of a config.json, with `defaults` filled in, that the tables do not support."""
@@ -187,18 +234,24 @@ class Family:
     def layer_tensors(self, sizes: DecoderSizes, layer: int) -> dict[str, tuple[int, ...]]:
         """Return the logical tensors of a decoder layer as stored on disk: name -> shape, in the model's order."""
         hidden = sizes.hidden_size
-        tensors: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+        return {
+            "input_layernorm.weight": (hidden,),
+            **self.attention_tensors(sizes),
+            "post_attention_layernorm.weight": (hidden,),
+            **self.mlp_tensors(sizes, layer),
+        }
+
+    def attention_tensors(self, sizes: DecoderSizes) -> dict[str, tuple[int, ...]]:
+        """Return the logical tensors of a layer's attention."""
+        hidden = sizes.hidden_size
+        tensors: dict[str, tuple[int, ...]] = {}
         for part, rows in (("q", sizes.q_size), ("k", sizes.kv_size), ("v", sizes.kv_size)):
             tensors[f"self_attn.{part}_proj.weight"] = (rows, hidden)
             if self.qkv_bias:
                 tensors[f"self_attn.{part}_proj.bias"] = (rows,)
         if self.qk_norm:
             tensors |= {f"self_attn.{part}_norm.weight": (sizes.head_dim,) for part in "qk"}
-        return tensors | {
-            "self_attn.o_proj.weight": (hidden, sizes.q_size),
-            "post_attention_layernorm.weight": (hidden,),
-            **self.mlp_tensors(sizes, layer),
-        }
+        return tensors | {"self_attn.o_proj.weight": (hidden, sizes.q_size)}
 
     def mlp_tensors(self, sizes: DecoderSizes, layer: int) -> dict[str, tuple[int, ...]]:
         """Return the logical tensors of a layer's MLP."""
@@ -217,7 +270,14 @@ class Family:
         return tuple(Rows(f"mlp.{half}_proj.weight", 0, ffn, ffn) for half in ("gate", "up"))
 
     def megatron_layer(self, sizes: DecoderSizes, names: NameSet, layer: int) -> tuple[Entry, ...]:
-        """Return the parameters of a Megatron-core GPTModel layer; its QKV keeps the heads of each KV group together."""
+        """Return the parameters of a Megatron-core GPTModel layer, without experts."""
+        return (*self.megatron_attention(sizes, names), *self.megatron_mlp(sizes, names, layer))
+
+    def megatron_attention(self, sizes: DecoderSizes, names: NameSet) -> tuple[Entry, ...]:
+        """Return the parameters of a Megatron-core layer's attention and of the norm before it.
+
+        Its QKV keeps the heads of each KV group together.
+        """
         input_norm, _ = _NORMS[names]
         attention = "self_attention."
         entries: list[Entry] = [
@@ -232,7 +292,7 @@ class Family:
             entries += [
                 Whole(attention + f"{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in "qk"
             ]
-        return (*entries, *self.megatron_mlp(sizes, names, layer))
+        return tuple(entries)
 
     def megatron_mlp(self, sizes: DecoderSizes, names: NameSet, layer: int) -> tuple[Entry, ...]:
         """Return the parameters of a Megatron-core layer's MLP and of the norm before it, without experts."""
@@ -262,24 +322,28 @@ class Family:
 
     def vllm_layer(self, sizes: DecoderSizes, layer: int) -> tuple[Entry, ...]:
         """Return the parameters of a layer of vLLM's model, without experts."""
+        return (
+            *self.vllm_attention(sizes),
+            *self.vllm_mlp(sizes, layer),
+            same(Whole, "input_layernorm.weight"),
+            same(Whole, "post_attention_layernorm.weight"),
+        )
+
+    def vllm_attention(self, sizes: DecoderSizes) -> tuple[Entry, ...]:
+        """Return the parameters of the attention of a layer of vLLM's model."""
         entries: list[Entry] = [
             Stack(f"self_attn.qkv_proj.{kind}", self.qkv_rows(sizes, kind)) for kind in self._qkv_kinds
         ]
-        entries.append(_same(Columns, "self_attn.o_proj.weight"))
+        entries.append(same(Columns, "self_attn.o_proj.weight"))
         if self.qk_norm:
-            entries += [_same(Whole, f"self_attn.{part}_norm.weight") for part in "qk"]
-        return (
-            *entries,
-            *self.vllm_mlp(sizes, layer),
-            _same(Whole, "input_layernorm.weight"),
-            _same(Whole, "post_attention_layernorm.weight"),
-        )
+            entries += [same(Whole, f"self_attn.{part}_norm.weight") for part in "qk"]
+        return tuple(entries)
 
     def vllm_mlp(self, sizes: DecoderSizes, layer: int) -> tuple[Entry, ...]:
         """Return the parameters of the MLP of a layer of vLLM's model, without experts."""
         return (
             Stack("mlp.gate_up_proj.weight", self.gate_up_rows(sizes)),
-            _same(Columns, "mlp.down_proj.weight"),
+            same(Columns, "mlp.down_proj.weight"),
         )
 
     def vllm_expert(self, sizes: DecoderSizes, number: int, place: int) -> tuple[Entry, ...]:
@@ -301,6 +365,18 @@ def is_of_expert(name: str) -> bool:
     return ".experts." in name
 
 
+FLOAT32_ENDS = ("gate.e_score_correction_bias", "router.expert_bias")
+"""Last parts of the names of an expert bias: the logical tensor's and vLLM's, and Megatron's."""
+
+
+def is_float32(name: str) -> bool:
+    """Return True for logical tensors and parameters that are in float32 whatever the type of the model is.
+
+    They are buffers, not trained: an expert bias, which decides on experts by small differences of large numbers.
+    """
+    return name.endswith(FLOAT32_ENDS)
+
+
 def gated_mlp(prefix: str, hidden: int, ffn: int) -> dict[str, tuple[int, ...]]:
     """Return the logical tensors of a gated MLP."""
     return {
@@ -310,6 +386,6 @@ def gated_mlp(prefix: str, hidden: int, ffn: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _same(kind: type[Whole] | type[Columns], name: str) -> Entry:
+def same(kind: type[Whole] | type[Columns], name: str) -> Entry:
     """Return an entry whose parameter has the logical tensor's name."""
     return kind(name, name)

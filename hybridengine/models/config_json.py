@@ -12,8 +12,18 @@ from typing import Any
 from hybridengine.errors import ConfigError, shown
 from hybridengine.families.family import Family
 
-ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""Keys of Llama 3's frequency scaling."""
+ROPE_NUMBERS = {
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+    ),
+}
+"""Kind of rotary embeddings -> keys of its frequency scaling."""
 
 MAX_SIZE = 2**24
 """Largest dimension or count: beyond any vocabulary or context length."""
@@ -32,7 +42,14 @@ _OPTIONAL_SIZES = {
     "max_position_embeddings": MAX_SIZE,
     "num_labels": MAX_SIZE,
 }
-_EXPERT_SIZES = {"num_experts": 16_384, "num_active": 16_384, "ffn_hidden_size": MAX_SIZE}
+_EXPERT_SIZES = {
+    "num_experts": 16_384,
+    "num_active": 16_384,
+    "ffn_hidden_size": MAX_SIZE,
+    "num_shared": 1_024,
+    "num_groups": 16_384,
+    "num_active_groups": 16_384,
+}
 """Key of a size, or field of `ExpertSizes` -> its largest value, several times that of any known model: large values take
 long to plan."""
 MAX_NUMBER = 1e18
@@ -71,9 +88,10 @@ def check_sizes(config: Mapping[str, Any], family: Family) -> None:
     """Check that all sizes are present, positive and plausible; the error lists those that are not."""
     optional = {key: limit for key, limit in _OPTIONAL_SIZES.items() if config.get(key) is not None}
     experts = {key: _EXPERT_SIZES[name] for name, key in family.expert_keys.items() if name in _EXPERT_SIZES}
+    latent = dict.fromkeys(family.latent_keys.values(), MAX_SIZE)
     wrong = [
         f"{key}={shown(config.get(key))} (at most {limit})"
-        for key, limit in (_REQUIRED_SIZES | experts | optional).items()
+        for key, limit in (_REQUIRED_SIZES | experts | latent | optional).items()
         if type(config.get(key)) is not int or not 0 < config[key] <= limit  # bool is a subclass of int
     ]
     if wrong:

@@ -70,6 +70,34 @@ _LLAMA31_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_DEEPSEEK_V3: dict[str, object] = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
 
 # fmt: off
 _PRESETS = (
@@ -109,6 +137,8 @@ _PRESETS = (
             _MIXTRAL, 32, 4096, 14336, 32, 8, 32000, 32768, 1e-5, 1e6, **_MIXTRAL_EXPERTS, router_aux_loss_coef=0.02),
     _preset("mixtral-8x22b", "mistralai/Mixtral-8x22B-Instruct-v0.1",
             _MIXTRAL, 56, 6144, 16384, 48, 8, 32768, 65536, 1e-5, 1e6, **_MIXTRAL_EXPERTS, router_aux_loss_coef=0.001),
+    _preset("deepseek-v3", "deepseek-ai/DeepSeek-V3",
+            "DeepseekV3ForCausalLM", 61, 7168, 18432, 128, 128, 129280, 163840, 1e-6, 1e4, **_DEEPSEEK_V3),
 )
 # fmt: on
 

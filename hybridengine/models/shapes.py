@@ -78,6 +78,7 @@ class ModelShape(DecoderSizes):
                 f"num_attention_heads={num_heads} does not divide hidden_size={config['hidden_size']} and head_dim is not"
                 " given; restore the model's original config.json"
             )
+        latent = family.latent_of(config)
         classifies = known[0] == family.architectures[1]
         norm_eps = config.get("rms_norm_eps", 1e-6)
         check_numbers({"rms_norm_eps": norm_eps})
@@ -88,7 +89,7 @@ class ModelShape(DecoderSizes):
             ffn_hidden_size=config["intermediate_size"],
             num_heads=num_heads,
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
-            head_dim=config.get("head_dim", head_dim),
+            head_dim=latent.head_dim if latent else config.get("head_dim", head_dim),
             vocab_size=config["vocab_size"],
             max_positions=config["max_position_embeddings"],
             tied_embeddings=bool(config.get("tie_word_embeddings")) and not classifies,
@@ -97,6 +98,7 @@ class ModelShape(DecoderSizes):
             if classifies
             else 0,
             experts=family.experts_of(config),
+            latent=latent,
             **_rotary(config, family),
         )
         if shape.num_heads % shape.num_kv_heads:
@@ -105,6 +107,8 @@ class ModelShape(DecoderSizes):
                 " restore the model's original config.json"
             )
         check_features(config, known[0], family)
+        if shape.experts:
+            check_numbers({family.expert_keys.get("scale", "scale"): shape.experts.scale})
         if shape.num_parameters > MAX_PARAMETERS:
             raise ConfigError(
                 f"the sizes of config.json make {shape.num_parameters} parameters, which must be at most"
@@ -185,6 +189,8 @@ class ModelShape(DecoderSizes):
     def kv_token_bytes(self, train_pp_size: int, gen_pp_size: int, gen_tp_size: int, dtype: str) -> int:
         """Return the largest bytes of KV cache per token on any rank of an engine of (p_g, t_g)."""
         num_layers = max(map(len, self.gen_stage_layers(train_pp_size, gen_pp_size)))
+        if self.latent:
+            return num_layers * self.latent.cached_size * DTYPE_BYTES[dtype]
         num_heads = max(1, self.num_kv_heads // gen_tp_size)
         return 2 * num_layers * num_heads * self.head_dim * DTYPE_BYTES[dtype]
 
@@ -269,6 +275,10 @@ def _split_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
     return tuple(range(first, last) for first, last in pairwise(firsts))
 
 
+_UNSCALED = {"attention_factor": None, "truncate": True}
+"""Keys of rotary embeddings with only one supported value."""
+
+
 def _one_of(choices: list[int]) -> str:
     texts = [str(choice) for choice in choices]
     return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
@@ -300,11 +310,14 @@ def _rotary(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         raise ConfigError(f"rope_type={kind!r} is not supported; use {choices}")
     if kind == "default":
         return {"rope_theta": float(theta)}
-    missing = [key for key in ROPE_NUMBERS if not is_number(nested.get(key))]
+    missing = [key for key in ROPE_NUMBERS[kind] if not is_number(nested.get(key))]
     if missing:
         raise ConfigError(
-            f"rope_type='llama3' needs the numbers {', '.join(missing)}; restore the model's original config.json"
+            f"rope_type={kind!r} needs the numbers {', '.join(missing)}; restore the model's original config.json"
         )
-    scaling = {key: nested[key] for key in ROPE_NUMBERS}
+    for key, usual in _UNSCALED.items():
+        if nested.get(key, usual) != usual:
+            raise ConfigError(f"{key}={nested[key]!r} of rope_type={kind!r} is not supported; remove it")
+    scaling = {key: nested[key] for key in ROPE_NUMBERS[kind]}
     check_numbers(scaling)
     return {"rope_theta": float(theta), "rope_scaling": tuple(scaling.items())}

@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 
 from hybridengine.errors import PlanError
+from hybridengine.families.family import is_float32
 from hybridengine.reshard.boxes import Box, cover
 from hybridengine.reshard.domains import components
 from hybridengine.reshard.gather import Gather
@@ -206,6 +207,11 @@ class _Group:
         filled_R, released_R = domain.elements(tensors)
         return cls(tensors, moves, packs, staged_R + filled_R, staged_R + released_R)
 
+    @property
+    def is_float32(self) -> bool:
+        """True if the tensors are in float32 whatever the type of the model is: such a bucket has no others."""
+        return is_float32(self.tensors[0])
+
     def fits_with(self, other: _Group, in_flight: int, held_R: np.ndarray | int) -> bool:
         """True if both groups may be in flight within these limits."""
         return bool(
@@ -244,8 +250,13 @@ def _buckets(groups: list[_Group], domain: _Domain, bucket_elements: int) -> Ite
         room_R = room_R + np.maximum(0, group.in_flight_R - group.held_R)
     parts: list[_Group] = []
     for group in groups:
-        if parts and parts[-1].fits_with(group, bucket_elements // 2, group.limit_R // 2):
-            parts[-1].add(group)
+        last = parts[-1] if parts else None
+        if (
+            last
+            and last.is_float32 == group.is_float32
+            and last.fits_with(group, bucket_elements // 2, group.limit_R // 2)
+        ):
+            last.add(group)
         else:
             parts.append(group)
     before = None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 from hybridengine.errors import HybridEngineError, PlanError, StorageError, TransferError
+from hybridengine.families.family import is_float32
 from hybridengine.reshard.layout import LocalParameter
 from hybridengine.reshard.plan import Plan
 from hybridengine.weights.failure_notes import FailureNote, FailureNotes, explain
@@ -66,8 +67,15 @@ class PlanExecutor:
         self._operation = f"{transport.group.group_name}/{plan.digest[:16]}"
         for layout, storage in ((plan.source, source), (plan.destination, destination)):
             _check_storage(layout.kind, rank, layout.held(rank).parameters, storage)
-        dtypes = {storage[name].dtype for storage in (source, destination) for name in storage.names}
-        if len(dtypes) > 1:
+        for always_float32 in (False, True):
+            dtypes = {
+                storage[name].dtype
+                for storage in (source, destination)
+                for name in storage.names
+                if is_float32(name) == always_float32
+            }
+            if len(dtypes) <= 1:
+                continue
             raise PlanError(
                 f"{plan.source.kind} and {plan.destination.kind} hold weights of types"
                 f" {', '.join(sorted(map(str, dtypes)))}; a switch needs one type on both sides"

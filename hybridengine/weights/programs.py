@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.errors import TransferError
+from hybridengine.families.family import is_float32
 from hybridengine.reshard.boxes import view_index
 from hybridengine.reshard.plan import Bucket, Move, Place
 from hybridengine.weights.digests import DIGEST_SIZE, digests
@@ -97,12 +98,14 @@ class ProgramBuilder:
         self._rank, self._source, self._destination = rank, source, destination
         self._transport = transport
         storage = source if source.names else destination
-        example = storage[storage.names[0]]
+        # A bucket is of one type (`reshard.compiler`).
+        example = storage[min(storage.names, key=is_float32)]
         self.device, self._dtype = example.device, example.dtype
 
     def build(self, bucket: Bucket, checked: bool) -> Program:
         """Return the program of a bucket whose storages are allocated; torch cannot create views of empty storages."""
-        staging = torch.empty(bucket.staging.get(self._rank, 0), dtype=self._dtype, device=self.device)
+        dtype = torch.float32 if is_float32(bucket.tensors[0]) else self._dtype
+        staging = torch.empty(bucket.staging.get(self._rank, 0), dtype=dtype, device=self.device)
         parts = _Parts(staging)
         steps = tuple(
             self._step(bucket, step, parts, checked)

@@ -22,6 +22,7 @@ EXPERTS: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
 }
+FAMILIES = ("qwen3_moe", "deepseek_v3")
 NUM_LAYERS, NUM_HEADS, NUM_EXPERTS = 4, 8, 8
 
 
@@ -60,8 +61,11 @@ def sizes_of(num_ranks: int) -> list[TrainSizes]:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_steps_of_a_mixture_equal_plain_pytorch(num_ranks: int, tmp_path: Path, run_ranks: RankLauncher):
-    model = write_model(tmp_path, "qwen3_moe", **EXPERTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_of_a_mixture_equal_plain_pytorch(
+    family: str, num_ranks: int, tmp_path: Path, run_ranks: RankLauncher
+):
+    model = write_model(tmp_path, family, **EXPERTS)
     expected = reference.train(model, reference.language_loss, NUM_STEPS)
     sizes = sizes_of(num_ranks)
     by_rank = run_ranks(num_ranks, train_at_sizes, tmp_path, sizes, NUM_STEPS, timeout_s=3600)

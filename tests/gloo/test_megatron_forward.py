@@ -28,7 +28,7 @@ from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import TrainSizes
 from hybridengine.weights.process_groups import ProcessGroups
 from tests.gloo.ranks import RankLauncher
-from tests.gloo.tiny_models import write_model
+from tests.gloo.tiny_models import YARN, write_model
 
 LAYOUTS = [
     ("2-2-1", RankOrder.PAPER),
@@ -37,7 +37,9 @@ LAYOUTS = [
     ("1-2-1 c=2", RankOrder.PAPER),
     ("2-1-1 c=2 v=2", RankOrder.MEGATRON),
 ]
-MODELS = [(family, tied) for family in FAMILIES for tied in (False, True)]
+MODELS = [
+    (family, tied) for family in FAMILIES for tied in (False, True) if (family, tied) != ("deepseek_v3", True)
+]
 MAX_FILE_BYTES = 150_000
 TOLERANCE = 1e-4
 
@@ -132,7 +134,8 @@ def test_log_probs_and_round_trip_of_every_family_and_layout(
         folder = exports / f"{sizes}-{order.name}"
         files = list(folder.glob("*.safetensors"))
         assert len(files) > 1
-        assert all(file.stat().st_size < MAX_FILE_BYTES + 4096 for file in files)  # plus a header
+        large = [file for file in files if file.stat().st_size >= MAX_FILE_BYTES + 4096]  # plus a header
+        assert all(len(load_file(file)) == 1 for file in large)
         exported = read_checkpoint(folder)
         assert exported.keys() == original.keys()
         assert all(torch.equal(exported[name], original[name]) for name in original), (sizes, order)
@@ -140,19 +143,22 @@ def test_log_probs_and_round_trip_of_every_family_and_layout(
     assert torch.equal(loaded(batches[0]).logits, model(batches[0]).logits)
 
 
-def test_llama_3_rope_scaling(tmp_path: Path, run_ranks: RankLauncher):
-    scaling = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(("family", "scaling"), [("llama", LLAMA3), ("deepseek_v3", YARN)])
+def test_rope_scaling(family: str, scaling: dict[str, Any], tmp_path: Path, run_ranks: RankLauncher):
     long: dict[str, Any] = {"max_position_embeddings": 32768, "num_hidden_layers": 2}
-    scaled = write_model(tmp_path / "scaled", "llama", rope_parameters=scaling, **long)
-    plain = write_model(tmp_path / "plain", "llama", **long)
-    # Scaling slows the rotations that take more than 2048 positions; a short sequence does not show it.
+    rotary = {"rope_theta": 10000.0, **scaling}
+    scaled = write_model(tmp_path / "scaled", family, rope_parameters=rotary, **long)
+    plain = write_model(tmp_path / "plain", family, **long)
+    # Llama's slows the rotations that take more than 2048 positions; a short sequence does not show it.
     tokens = torch.randint(0, 131, (1, 1200), generator=torch.Generator().manual_seed(0))
     assert (reference(scaled, tokens)[0] - reference(plain, tokens)[0]).abs().max() > 100 * TOLERANCE
     layouts = [("1-2-1", RankOrder.PAPER), ("2-1-1", RankOrder.PAPER)]

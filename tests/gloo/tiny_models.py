@@ -25,6 +25,17 @@ SIZES = {
 EXPERTS = {"num_experts": 8, "num_active": 2, "ffn_hidden_size": 48}
 """Fields of `ExpertSizes`."""
 
+YARN = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,  # not mscale, so that the factor of sines matters as well as that of scores
+}
+"""Rotary scaling of a context of 64 tokens."""
+
 
 def write_model(
     folder: Path, family: str, tied: bool = False, dtype: str = "float32", num_labels: int = 0, **sizes: Any
@@ -38,12 +49,19 @@ def write_model(
     described = FAMILIES[family]
     labels = {"num_labels": num_labels} if num_labels else {}
     experts = {key: EXPERTS[field] for field, key in described.expert_keys.items() if field in EXPERTS}
-    values = {**SIZES, **described.built_config, **experts, **labels, **sizes, "tie_word_embeddings": tied}
+    values = {**SIZES, **experts, **described.built_config, **labels, **sizes, "tie_word_embeddings": tied}
+    if described.latent_keys:
+        values["num_key_value_heads"] = values["num_attention_heads"]
+        values["head_dim"] = values["qk_rope_head_dim"]
     config = getattr(transformers, f"{described.hf_prefix}Config")(**values)
     model: PreTrainedModel = getattr(transformers, described.architectures[bool(num_labels)])(config)
     generator = torch.Generator().manual_seed(20)
     for name, parameter in model.named_parameters():
         mean = 1.0 if "norm" in name else 0.0
         parameter.data.normal_(mean, 0.15, generator=generator)
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    model.to(getattr(torch, dtype))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # of float32 in any model
+            buffer.data = torch.empty_like(buffer, dtype=torch.float32).normal_(0.0, 0.3, generator=generator)
+    model.save_pretrained(folder)
     return model

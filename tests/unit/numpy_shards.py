@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from hybridengine.families.family import ExpertSizes
+from hybridengine.families.family import ExpertSizes, LatentSizes
 from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.layout import Shard
 
@@ -25,13 +25,21 @@ MEGATRON_NORMS = {
         "mlp.linear_fc1.layer_norm_weight",
     ),
 }
+GATED = ("gate", "up", "down")
 PRE_MLP_NORM = "pre_mlp_layernorm.weight"
 EXPERTS = {
     "qwen3_moe": ("mlp.", ("gate_proj", "up_proj", "down_proj")),
     "mixtral": ("block_sparse_moe.", ("w1", "w3", "w2")),
+    "deepseek_v3": ("mlp.", ("gate_proj", "up_proj", "down_proj")),
 }
 """Mixture of experts -> prefix of its router and experts, and names of gate, up and down."""
 QK_NORM = ("qwen3", "qwen3_moe")
+LATENT = LatentSizes(query_rank=3, key_value_rank=512, plain_head_dim=2, rotary_head_dim=64, value_head_dim=3)
+"""Sizes of latent attention, of which vLLM fixes two."""
+LATENT_NORMS = {
+    "local": ("q_layernorm.weight", "kv_layernorm.weight"),
+    "transformer_engine": ("linear_q_up_proj.layer_norm_weight", "linear_kv_up_proj.layer_norm_weight"),
+}
 
 
 def small_shape(
@@ -46,19 +54,23 @@ def small_shape(
 ) -> ModelShape:
     """Return a small model: two query heads of 2 per KV head, 3 MLP rows for two query heads, hidden size 6.
 
-    A mixture has four experts, each as large as the MLP. Qwen2 has no head_dim of its own, so its hidden size is that of
+    A mixture has four experts, each as large as the MLP; DeepSeek-V3 also a shared one, and an MLP in its first layer.
+    Qwen2 has no head_dim of its own, so its hidden size is that of
     all query heads.
     """
     ffn = 3 * heads_per_group * kv_heads // 2
+    latent = LATENT if family == "deepseek_v3" else None
+    rest = 1 if latent else 0
     return ModelShape(
         family=family,
         num_layers=layers,
         hidden_size=2 * heads_per_group * kv_heads if family == "qwen2" else 6,
         ffn_hidden_size=ffn,
-        experts=ExpertSizes(num_experts=4, num_active=2, ffn_hidden_size=ffn) if family in EXPERTS else None,
+        experts=ExpertSizes(4, 2, ffn, num_dense_layers=rest, num_shared=rest) if family in EXPERTS else None,
+        latent=latent,
         num_heads=heads_per_group * kv_heads,
-        num_kv_heads=kv_heads,
-        head_dim=2,
+        num_kv_heads=heads_per_group * kv_heads if latent else kv_heads,
+        head_dim=latent.head_dim if latent else 2,
         vocab_size=vocab,
         max_positions=64,
         tied_embeddings=tied,
@@ -108,8 +120,8 @@ def pad_rows(matrix: np.ndarray, *divisors: int) -> np.ndarray:
 
 
 def is_replicated(name: str) -> bool:
-    """True for norms and the routers of experts, which are whole on every tensor rank."""
-    return "norm" in name or name.endswith(".gate.weight")
+    """True for what is whole on every tensor rank: norms, routers of experts, and projections to latent vectors."""
+    return "norm" in name or name.endswith((".gate.weight", "_bias", "_a_proj.weight", "_with_mqa.weight"))
 
 
 def stages_of(num_layers: int, pp_size: int) -> list[list[int]]:
@@ -171,9 +183,24 @@ def megatron_reference(
     for index, layer in enumerate(stages_of(shape.num_layers, p)[pp]):
         old, new = f"model.layers.{layer}.", f"decoder.layers.{index}."
         input_norm, mlp_norm = MEGATRON_NORMS[names]
+        has_experts = shape.expert_layer(layer) is not None
+        if shape.latent:
+            input_norm = HF_NORMS[0]
+            q_norm, kv_norm = LATENT_NORMS[names]
+            for mine, its, axis in (
+                ("linear_q_down_proj.weight", "q_a_proj", None),
+                (q_norm, "q_a_layernorm", None),
+                ("linear_q_up_proj.weight", "q_b_proj", 0),
+                ("linear_kv_down_proj.weight", "kv_a_proj_with_mqa", None),
+                (kv_norm, "kv_a_layernorm", None),
+                ("linear_kv_up_proj.weight", "kv_b_proj", 0),
+            ):
+                values = tensors[f"{old}self_attn.{its}.weight"]
+                local[f"{new}self_attention.{mine}"] = values if axis is None else part(values, axis)
         local[new + input_norm] = tensors[old + HF_NORMS[0]]
-        local[new + (PRE_MLP_NORM if shape.family in EXPERTS else mlp_norm)] = tensors[old + HF_NORMS[1]]
-        for kind in ("weight", "bias") if shape.family == "qwen2" else ("weight",):
+        local[new + (PRE_MLP_NORM if has_experts else mlp_norm)] = tensors[old + HF_NORMS[1]]
+        kinds = () if shape.latent else ("weight", "bias") if shape.family == "qwen2" else ("weight",)
+        for kind in kinds:
             fused = megatron_qkv(shape, *attention_rows(shape, tensors, old, kind))
             local[f"{new}self_attention.linear_qkv.{kind}"] = part(fused, 0)
         if shape.family in QK_NORM:
@@ -182,7 +209,12 @@ def megatron_reference(
                     f"{old}self_attn.{x}_norm.weight"
                 ]
         local[new + "self_attention.linear_proj.weight"] = part(tensors[old + "self_attn.o_proj.weight"], 1)
-        if shape.family in EXPERTS:
+        if shape.latent and has_experts:
+            local[new + "mlp.router.expert_bias"] = tensors[old + "mlp.gate.e_score_correction_bias"]
+            gate, up, down = (tensors[f"{old}mlp.shared_experts.{x}_proj.weight"] for x in GATED)
+            local[new + "mlp.shared_experts.linear_fc1.weight"] = np.concatenate([part(gate, 0), part(up, 0)])
+            local[new + "mlp.shared_experts.linear_fc2.weight"] = part(down, 1)
+        if has_experts:
             local[new + "mlp.router.weight"] = tensors[f"{old}{EXPERTS[shape.family][0]}gate.weight"]
             for place in range(4 // e):
                 gate, up, down = expert_matrices(shape, tensors, old, ep * (4 // e) + place)
@@ -246,7 +278,16 @@ def vllm_reference(
         local["model.embed_tokens.weight"] = part(pad_rows(tensors["model.embed_tokens.weight"], 64))
     for layer in layers:
         prefix = f"model.layers.{layer}."
-        for kind in ("weight", "bias") if shape.family == "qwen2" else ("weight",):
+        if shape.latent:
+            start = prefix + "self_attn."
+            down = [tensors[f"{start}{x}.weight"] for x in ("q_a_proj", "kv_a_proj_with_mqa")]
+            local[start + "fused_qkv_a_proj.weight"] = np.concatenate(down)
+            for x in ("q_a_layernorm", "kv_a_layernorm"):
+                local[f"{start}{x}.weight"] = tensors[f"{start}{x}.weight"]
+            for x in ("q_b_proj", "kv_b_proj"):
+                local[f"{start}{x}.weight"] = part(tensors[f"{start}{x}.weight"])
+        kinds = () if shape.latent else ("weight", "bias") if shape.family == "qwen2" else ("weight",)
+        for kind in kinds:
             q, k, v = attention_rows(shape, tensors, prefix, kind)
             local[f"{prefix}self_attn.qkv_proj.{kind}"] = np.concatenate([part(q), kv_part(k), kv_part(v)])
         if shape.family in QK_NORM:
@@ -255,7 +296,13 @@ def vllm_reference(
         local[prefix + "self_attn.o_proj.weight"] = part(tensors[prefix + "self_attn.o_proj.weight"], 1)
         for norm in HF_NORMS:
             local[prefix + norm] = tensors[prefix + norm]
-        if shape.family in EXPERTS:
+        if shape.latent and shape.expert_layer(layer):
+            bias, shared = prefix + "mlp.gate.e_score_correction_bias", prefix + "mlp.shared_experts."
+            local[bias] = tensors[bias]
+            gate, up, down = (tensors[f"{shared}{x}_proj.weight"] for x in GATED)
+            local[shared + "gate_up_proj.weight"] = np.concatenate([part(gate), part(up)])
+            local[shared + "down_proj.weight"] = part(down, 1)
+        if shape.expert_layer(layer):
             block = prefix + EXPERTS[shape.family][0]
             local[block + "gate.weight"] = tensors[block + "gate.weight"]
             own = range(gen_tp * 4 // t_g, (gen_tp + 1) * 4 // t_g) if whole else range(4)

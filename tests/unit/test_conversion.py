@@ -257,3 +257,14 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(
     assert status == 1 and "Traceback" not in error
     assert f"{tmp_path / 'out'} cannot be written (File too large); make room" in error
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_expert_bias_stays_in_float32(tmp_path: Path) -> None:
+    bias = torch.tensor([12.001, 12.002])  # the same number in bfloat16
+    name = "model.layers.0.mlp.gate.e_score_correction_bias"
+    with HfWriter(tmp_path / "model", {"a": (2,), name: (2,)}, torch.bfloat16, 100) as writer:
+        writer.write("a", torch.ones(2))
+        writer.write(name, bias)
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert stored["a"].dtype == torch.bfloat16
+    assert torch.equal(stored[name], bias)

@@ -11,6 +11,7 @@ import pytest
 import transformers
 
 from hybridengine.errors import CheckpointError, ConfigError
+from hybridengine.families.deepseek_v3 import DEEPSEEK_V3
 from hybridengine.families.registry import ARCHITECTURES
 from hybridengine.models.shapes import ModelShape
 from tests.unit.model_configs import plain
@@ -20,6 +21,21 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+YARN = {
+    "type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+DEEPSEEK = {
+    **DEEPSEEK_V3.built_config,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "n_routed_experts": 8,
+    "num_key_value_heads": 6,
 }
 ROTARY = {
     "nested": ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5, ()),
@@ -69,7 +85,7 @@ def test_rotary_settings_of_both_config_styles(form: str) -> None:
 BAD = {
     "no architecture": (
         {"architectures": None},
-        r"^architectures=\[\] is not supported; use one of Llama.*Qwen3",
+        r"^architectures=\[\] is not supported; use one of Deepseek.*Llama.*Qwen3",
     ),
     "another architecture": (
         {"architectures": ["GPT2LMHeadModel"]},
@@ -209,6 +225,50 @@ BAD = {
         {"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}},
         "^rope_type='longrope' is not supported; use 'default'$",
     ),
+    "DeepSeek-V3's way to score experts": (
+        {**DEEPSEEK, "scoring_func": None},
+        "^scoring_func=None is not supported; it must be 'sigmoid'",
+    ),
+    "DeepSeek-V3 without a short vector of queries": (
+        {**DEEPSEEK, "q_lora_rank": 0},
+        r"^q_lora_rank=0 .* must be positive integers",
+    ),
+    "DeepSeek-V3's key heads": (
+        {**DEEPSEEK, "num_key_value_heads": 2},
+        "^num_key_value_heads=2 must be num_attention_heads=6 with latent attention",
+    ),
+    "DeepSeek-V3's groups": (
+        {**DEEPSEEK, "num_experts_per_tok": 6},
+        "^num_experts_per_tok=6 must be twice topk_group=1, because Megatron-core",
+    ),
+    "DeepSeek-V3's number of groups": (
+        {**DEEPSEEK, "n_group": 3},
+        "^n_group=3 must divide n_routed_experts=8, and topk_group=1 be between 1 and it",
+    ),
+    "DeepSeek-V3 with head_dim": (
+        {**DEEPSEEK, "head_dim": 96},
+        "^head_dim=96 must be qk_rope_head_dim=64, as transformers uses it; remove it$",
+    ),
+    "DeepSeek-V3's tied head": (
+        {**DEEPSEEK, "tie_word_embeddings": True},
+        "^tie_word_embeddings=true is not supported by vLLM",
+    ),
+    "DeepSeek-V3 in FP8, as it is published": (
+        {**DEEPSEEK, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        "^quantization_config is not supported; use the model's unquantised weights$",
+    ),
+    "YaRN without the factor of all dims": (
+        {**DEEPSEEK, "rope_scaling": {"type": "yarn", "factor": 40.0, "mscale": 1.0}},
+        "^rope_type='yarn' needs the numbers original_max_position_embeddings, .*mscale_all_dim",
+    ),
+    "YaRN with a factor of attention": (
+        {**DEEPSEEK, "rope_scaling": {**YARN, "attention_factor": 1.0}},
+        "^attention_factor=1.0 of rope_type='yarn' is not supported; remove it$",
+    ),
+    "YaRN elsewhere": (
+        {"rope_scaling": YARN},
+        "^rope_type='yarn' is not supported; use 'default' or 'llama3'$",
+    ),
     "partial rotary": (
         {"partial_rotary_factor": 0.5},
         "^partial_rotary_factor is not supported; it must be 1.0",
@@ -249,7 +309,9 @@ def test_what_a_dense_model_may_say_of_experts_and_embeddings() -> None:
 
 def test_every_architecture_is_accepted() -> None:
     for name, family in ARCHITECTURES.items():
-        shape = ModelShape.from_hf_config(plain(architectures=[name], sliding_window=None))
+        own = {"architectures": [name], "sliding_window": None, **family.built_config}
+        heads = {"num_key_value_heads": 6} if family.latent_keys else {}
+        shape = ModelShape.from_hf_config(plain(**own, **heads))
         assert shape.family == family.name
         assert bool(shape.num_labels) == name.endswith("ForSequenceClassification")
 

@@ -29,8 +29,10 @@ PUBLISHED = {
     "qwen3-235b-a22b": 235_093_634_560,
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_630_071_296,
+    "deepseek-v3": 671_026_404_352 + 58 * 256,
 }
-"""Numbers of parameters on the model cards of Hugging Face."""
+"""Numbers of parameters on the model cards of Hugging Face; of DeepSeek-V3 those of transformers' model and the expert
+biases of its 58 mixtures."""
 
 
 def test_every_preset_has_a_published_count() -> None:
@@ -46,6 +48,9 @@ def test_parameter_count_is_the_published_one(name: str) -> None:
 def test_what_the_count_does_not_show() -> None:
     llama31, qwen3, qwen2 = (PRESETS[name].shape() for name in ("llama3-405b", "qwen3-32b", "qwen2.5-7b"))
     assert dict(llama31.rope_scaling)["factor"] == 8.0
+    deepseek = PRESETS["deepseek-v3"].shape()
+    assert deepseek.expert_layer(2) is None and deepseek.expert_layer(3) is not None
+    assert deepseek.kv_token_bytes(1, 1, 8, "bfloat16") == 61 * (512 + 64) * 2
     assert (qwen3.head_dim, qwen3.q_size, qwen3.hidden_size) == (128, 8192, 5120)
     assert "model.layers.0.self_attn.q_norm.weight" in qwen3.tensors
     assert "model.layers.0.self_attn.q_proj.bias" in qwen2.tensors

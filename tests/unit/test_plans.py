@@ -310,3 +310,13 @@ def test_arguments_of_a_plan_that_cannot_be(ranks: tuple[int, ...], bucket: int,
     layout = hf_layout(shape)
     with pytest.raises(PlanError, match=f"{words}.* must be"):
         compile_plan(layout, layout, ranks, bucket)
+
+
+def test_a_bucket_has_one_type() -> None:
+    """Expert biases stay in float32 in a bfloat16 model, and messages and staging are of one type."""
+    shape, grid = small_shape("deepseek_v3", layers=3), Grid(TrainSizes.parse("2-2-1 e=2 etp=1"))
+    engines = vllm_layout(shape, GenerationGrid(grid, GenSizes.parse("1-2 e=2")))
+    plan = compile_plan(megatron_layout(shape, grid), engines, tuple(range(4)), 10**9)
+    kinds = [{name.endswith("_correction_bias") for name in bucket.tensors} for bucket in plan.buckets]
+    assert {True} in kinds and {False} in kinds and {True, False} not in kinds
+    audit(plan)

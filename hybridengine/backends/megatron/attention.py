@@ -1,6 +1,7 @@
 """Megatron-core's modules without Transformer Engine: causal attention over packed rows, and a norm for all parallelisms.
 
-Shapes: S tokens of a pack, c context-parallel ranks, N heads, G key-value heads, D dimensions of a head.
+Shapes: S tokens of a pack, c context-parallel ranks, N heads, G key-value heads, D dimensions of a head's query and key,
+E of its value.
 """
 
 from __future__ import annotations
@@ -25,45 +26,66 @@ class PackedAttention(nn.Module):
     Megatron-core's own needs padded rows and has no context parallelism.
     """
 
-    def __init__(self, *, pg_collection: ProcessGroupCollection, **_: Any) -> None:
+    def __init__(
+        self, *, pg_collection: ProcessGroupCollection, softmax_scale: float | None = None, **_: Any
+    ) -> None:
         super().__init__()
-        self._context = pg_collection.cp
+        self._context, self._scale = pg_collection.cp, softmax_scale
 
     def forward(
         self,
         query_SND: Tensor,
         key_SGD: Tensor,
-        value_SGD: Tensor,
+        value_SGE: Tensor,
         attention_mask: None,
         *,
         packed_seq_params: PackedSeqParams,
         **_: Any,
     ) -> Tensor:
-        """Return the attention's output, [S / c, N·D]; inputs are those of this rank's S / c tokens."""
+        """Return the attention's output, [S / c, N·E]; inputs are those of this rank's S / c tokens."""
         bounds, size = packed_seq_params.cu_seqlens_q, self._context.size()
         held_S = None
         if size > 1:
             held = held_tokens(bounds, size)
             held_S, order_S = held[self._context.rank()], torch.cat(held).argsort()
-            both = torch.cat([key_SGD, value_SGD], 1)
+            both, dims = torch.cat([key_SGD, value_SGE], -1), [key_SGD.size(-1), value_SGE.size(-1)]
             # Its backward pass sums the gradients of all ranks and returns those of this rank's tokens.
             both = gather_from_sequence_parallel_region(both, group=self._context)[order_S]
-            key_SGD, value_SGD = both.chunk(2, 1)
+            key_SGD, value_SGE = both.split(dims, -1)
         outputs, begin = [], 0
         for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
             own = slice(begin, begin := begin + (stop - start) // size)
             query, key, value = (
                 rearrange(part, "s n d -> 1 n s d")
-                for part in (query_SND[own], key_SGD[start:stop], value_SGD[start:stop])
+                for part in (query_SND[own], key_SGD[start:stop], value_SGE[start:stop])
             )
             mask = None
             if held_S is not None:
                 mask = held_S[own].unsqueeze(1) >= torch.arange(start, stop, device=held_S.device)
             output = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=self._scale,
+                enable_gqa=True,
             )
             outputs.append(rearrange(output, "1 n s d -> s (n d)"))
         return torch.cat(outputs)
+
+
+class WholeLinear(nn.Module):
+    """Linear layer that is whole on every tensor-parallel rank, each of which may have a part of the sequence."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, None]:
+        """Return the outputs, and no bias."""
+        return F.linear(inputs, self.weight), None
 
 
 class RmsNorm(nn.RMSNorm):

@@ -43,7 +43,7 @@ from hybridengine.checkpoints.making import end_role
 from hybridengine.checkpoints.random_states import load_random_states, random_states
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError
-from hybridengine.families.family import is_of_expert
+from hybridengine.families.family import is_float32, is_of_expert
 from hybridengine.reshard.boxes import Box, extents, starts
 from hybridengine.reshard.flat_ranges import RangePiece, pieces_in_range
 
@@ -342,6 +342,12 @@ def _saved(trainer: MegatronTrainer) -> Iterator[_Part]:
             first = _first_holder(trainer, piece.tensor, piece.box)
             if _divided_by(name, first) == _divided_by(name, key):
                 yield from _parts_of(piece, {WEIGHTS: flat, **_state(trainer, part)})
+    for parameter in shard.parameters:
+        for piece in parameter.pieces if is_float32(parameter.name) else ():  # a buffer, which has no state
+            first = _first_holder(trainer, piece.tensor, piece.box)
+            writer = next(rank for rank, other in trainer.layout.keys.items() if other == first)
+            if writer == trainer.rank:
+                yield f"{WEIGHTS}.{piece.tensor}", piece.box, trainer.weights[parameter.name][piece.index]
 
 
 def _loaded(trainer: MegatronTrainer, with_optimizer: bool) -> Iterator[_Part]:

@@ -1,5 +1,6 @@
 """All code that depends on the version of megatron-core, 0.16 or 0.19, or on its private interfaces.
 
+latent projections             0.16's own, without Transformer Engine, gathers over a group of its global state
 one DDP bucket per parameter   DistributedDataParallel splits buckets by size only with overlap and on the first stage;
                                a parameter marked `shared_embedding` always gets its own bucket, on any stage
 uneven stages                  a stage's layers are passed as a list: the pipeline layout of 0.16 counts them for the
@@ -24,17 +25,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
 
-from hybridengine.backends.megatron.attention import PackedAttention, RmsNorm
+from hybridengine.backends.megatron.attention import PackedAttention, RmsNorm, WholeLinear
 from hybridengine.backends.megatron.routing import Router
 from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.families.family import ExpertSizes, NameSet
@@ -43,6 +46,10 @@ from hybridengine.models.shapes import ModelShape
 
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+
+
+multi_latent_attention.Linear = WholeLinear  # type: ignore[attr-defined]  # it takes known classes only
+multi_latent_attention.HAVE_TE = HAVE_TE  # 0.16 looks for what is missing without Transformer Engine
 
 
 def stage_spec(names: NameSet, shape: ModelShape, layers: range) -> TransformerBlockSubmodules:
@@ -56,19 +63,31 @@ def stage_spec(names: NameSet, shape: ModelShape, layers: range) -> TransformerB
 
 
 def _layer_spec(names: NameSet, shape: ModelShape, experts: ExpertSizes | None) -> ModuleSpec:
-    qk_norm, num_experts = FAMILIES[shape.family].qk_norm, experts.num_experts if experts else None
+    is_latent, num_experts = shape.latent is not None, experts.num_experts if experts else None
+    qk_norm = FAMILIES[shape.family].qk_norm or is_latent
     if names is NameSet.TRANSFORMER_ENGINE:
         layer = get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=qk_norm, num_experts=num_experts, moe_grouped_gemm=experts is not None
+            qk_layernorm=qk_norm,
+            num_experts=num_experts,
+            moe_grouped_gemm=experts is not None,
+            multi_latent_attention=is_latent,
         )
         if experts:
             _set_router(layer)
         return layer
-    layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, num_experts=num_experts, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        qk_layernorm=qk_norm,
+        num_experts=num_experts,
+        normalization="RMSNorm",
+        multi_latent_attention=is_latent,
+    )
     attention: Any = layer.submodules.self_attention.submodules  # type: ignore[union-attr]
     attention.core_attention = PackedAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RmsNorm  # type: ignore[union-attr]
-    if qk_norm:
+    if is_latent:
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
+        attention.q_layernorm = attention.kv_layernorm = RmsNorm
+    elif qk_norm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     if experts:
         _set_router(layer)

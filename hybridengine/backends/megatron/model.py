@@ -21,7 +21,8 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from hybridengine.backends.megatron.compat import fusion_without_apex, stage_spec
@@ -134,7 +135,7 @@ def transformer_config(
         )
     of_family = FAMILIES[shape.family].megatron_config(shape)
     of_family["activation_func"] = getattr(F, of_family["activation_func"])
-    config = TransformerConfig(
+    config = (MLATransformerConfig if shape.latent else TransformerConfig)(
         **of_family,
         **RECOMPUTE[settings.recompute],
         num_layers=shape.num_layers,
@@ -169,7 +170,7 @@ def transformer_config(
         masked_softmax_fusion=on_gpu,
         persist_layer_norm=on_gpu,
         bias_dropout_fusion=False,
-        apply_rope_fusion=has_te and settings.fusions,
+        apply_rope_fusion=has_te and settings.fusions and shape.latent is None,
         **FP8[settings.fp8],
     )
     if sizes.virtual_stages > 1:  # set afterwards: the configuration's own check wants stages of equal size
@@ -189,7 +190,7 @@ def build_chunks(
 
     Raises ConfigError for an unsupported rotary scaling, or for FP8 where there is none.
     """
-    scaling = dict(shape.rope_scaling)
+    scaling = {} if shape.latent else dict(shape.rope_scaling)
     factor = float(scaling.pop("factor", 8.0))
     if scaling and scaling != LLAMA3_ROPE:
         raise ConfigError(
@@ -212,7 +213,7 @@ def build_chunks(
                 share_embeddings_and_output_weights=shape.tied_embeddings,
                 position_embedding_type="rope",
                 rotary_base=shape.rope_theta,  # pyright: ignore[reportArgumentType]  # any number: it is raised to powers
-                rope_scaling=bool(shape.rope_scaling),
+                rope_scaling=bool(scaling),
                 rope_scaling_factor=factor,
                 pg_collection=groups,
                 vp_stage=chunk if sizes.virtual_stages > 1 else None,
@@ -228,8 +229,19 @@ def build_chunks(
                     if shape.num_labels
                     else VocabularyHead(model.output_layer, shape.vocab_size, *place)
                 )
-            chunks.append(model.to(device=device(), dtype=DTYPES[dtype]))
+            model.to(device=device(), dtype=DTYPES[dtype])
+            _freeze_expert_bias(model)
+            chunks.append(model)
+        config.moe_router_enable_expert_bias = False  # a step would change it
     return chunks
+
+
+def _freeze_expert_bias(model: GPTModel) -> None:
+    """Keep the bias by which routers choose experts in float32, and constant."""
+    for module in model.modules():
+        if isinstance(module, TopKRouter) and module.expert_bias is not None:
+            module.expert_bias.data = module.expert_bias.data.float()
+            module.enable_expert_bias = False  # which makes it count tokens for the change
 
 
 def _mark_sharded(model: GPTModel) -> None:

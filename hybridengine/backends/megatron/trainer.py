@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -27,7 +28,7 @@ from hybridengine.backends.megatron.step import PipelineRunner
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
 from hybridengine.config.role_sections import MegatronSettings, OptimizerSection
 from hybridengine.errors import DataError, StorageError
-from hybridengine.families.family import NameSet
+from hybridengine.families.family import NameSet, is_float32
 from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.megatron import megatron_layout
@@ -53,17 +54,31 @@ class MegatronModel:
         self.groups: ProcessGroupCollection = build_groups(grid, registry)
         self.layout: Layout = megatron_layout(shape, grid, names)
         self._chunks = build_chunks(shape, grid.sizes, self.groups, dtype, names, settings)
-        self.weights = WeightStorage(self._parameters(), current=self._parameters)
+        self.weights = WeightStorage(self._weights(), current=self._weights)
         self._runner = PipelineRunner(self._chunks, self._chunks, grid.sizes, self.groups)
 
     def _parameters(self) -> dict[str, Parameter]:
         """Return the parameters by their names in the layout."""
-        starts = [f"{chunk}." if len(self._chunks) > 1 else "" for chunk in range(len(self._chunks))]
         return {
             start + name: parameter
-            for start, chunk in zip(starts, self._chunks, strict=True)
+            for start, chunk in self._named_chunks()
             for name, parameter in chunk.named_parameters()
         }
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return parameters, and buffers of the layout, by their names there."""
+        kept = {
+            start + name: buffer
+            for start, chunk in self._named_chunks()
+            for name, buffer in chunk.named_buffers()
+            if is_float32(name)
+        }
+        return {**self._parameters(), **kept}
+
+    def _named_chunks(self) -> Iterator[tuple[str, GPTModel]]:
+        """Yield (beginning of names in the layout, virtual stage)."""
+        for number, chunk in enumerate(self._chunks):
+            yield f"{number}." if len(self._chunks) > 1 else "", chunk
 
     def expect_weights(self) -> None:
         """Raise StorageError if the weights have released their memory: computing with them would crash the process."""
@@ -115,9 +130,9 @@ class MegatronTrainer(MegatronModel):
             ]
         compat.group_buckets(self._replicated)
         compat.skip_exchange_with_oneself(self._replicated)
-        owners, by_name = compat.split_parameter_buffers(self._replicated), self._parameters()
-        by_owner = {name: owners[parameter] for name, parameter in by_name.items()}
-        self.weights = WeightStorage(by_name, by_owner, current=self._parameters)
+        owners = compat.split_parameter_buffers(self._replicated)
+        by_owner = {name: owners[parameter] for name, parameter in self._parameters().items()}
+        self.weights = WeightStorage(self._weights(), by_owner, current=self._weights)
         self._gradients: list[Tensor] = [buffer.grad_data for buffer in compat.buffers(self._replicated)]
         self._gradient_bytes = [buffer.untyped_storage().nbytes() for buffer in self._gradients]
         routing = shape.experts and RoutingTotals(shape.experts, shape.num_layers, self.groups)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hybridengine.backends.megatron.model import DTYPES
 from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.trainer import MegatronModel
-from hybridengine.checkpoints.hf_files import HfWriter, SafetensorsFolder
+from hybridengine.checkpoints.hf_files import HfWriter, SafetensorsFolder, type_of
 from hybridengine.errors import CheckpointError
 from hybridengine.files import writing
 from hybridengine.models.shapes import SCORE_HEAD
@@ -123,6 +123,7 @@ def _empty_checkpoint(model: MegatronModel) -> WeightStorage:
     """Return all logical tensors on rank 0, without memory until a bucket arrives; nothing on other ranks."""
     tensors = {}
     for name, shape in model.shape.tensors.items() if model.rank == 0 else ():
-        tensors[name] = torch.empty(shape, dtype=DTYPES[model.dtype], device=device())
+        dtype = type_of(name, DTYPES[model.dtype])
+        tensors[name] = torch.empty(shape, dtype=dtype, device=device())
         tensors[name].untyped_storage().resize_(0)
     return WeightStorage(tensors)

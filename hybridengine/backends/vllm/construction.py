@@ -95,6 +95,8 @@ def build_llm(
         moe_backend="triton" if on_gpu else "auto",
         linear_backend="triton" if on_gpu and settings.quantization == "fp8" else "auto",
         hf_overrides=FP8 if settings.quantization == "fp8" else {},
+        # For latent attention on a CPU with AMX, vLLM would choose one that replaces weights.
+        attention_backend=None if on_gpu else "CPU_MLA",  # type: ignore[arg-type]
         distributed_executor_backend="external_launcher",
         enforce_eager=not settings.cuda_graphs,
         enable_sleep_mode=bool(settings.cuda_graphs),

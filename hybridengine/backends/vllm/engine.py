@@ -25,6 +25,7 @@ from hybridengine.backends.vllm.construction import (
 )
 from hybridengine.backends.vllm.groups import install_groups
 from hybridengine.backends.vllm.host_segments import HostSegments
+from hybridengine.backends.vllm.latent import own_parameters, rotate_all_heads, view_absorbed
 from hybridengine.backends.vllm.quantized import QuantizedWeights
 from hybridengine.backends.vllm.requests import RunningRequests
 from hybridengine.backends.vllm.routes import RequestRoutes, routes_cached
@@ -84,15 +85,19 @@ class VllmEngine:
     def _make_weights(self, sleeps: bool, on_gpu: bool) -> WeightStorage:
         model = self._runner.model
         if on_gpu and not sleeps:
+            view_absorbed(model)
             return WeightStorage(self._parameters(), current=self._parameters)
-        whole = dict(model.named_parameters())
+        whole = own_parameters(model)
         segments = CuMemSegments(whole.values()) if on_gpu else HostSegments(whole)
+        view_absorbed(model)
+        if not on_gpu:
+            rotate_all_heads(model)
         return SleepingWeights(self._parameters(), model.buffers(), segments, self._parameters)
 
     def _parameters(self) -> dict[str, Tensor]:
         """Return the model's parameters by their names in the layout: those of experts one by one."""
         found: dict[str, Tensor] = {}
-        for name, parameter in self._runner.model.named_parameters():
+        for name, parameter in own_parameters(self._runner.model).items():
             if parameter.dim() < 3:
                 found[name] = parameter
             else:

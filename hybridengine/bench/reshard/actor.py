@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridengine.backends.megatron.groups import build_groups
 from hybridengine.backends.megatron.model import DTYPES, available_names, build_chunks
+from hybridengine.errors import StorageError
 from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.boxes import Box
 from hybridengine.reshard.layout import Layout, LocalParameter, Shard
@@ -83,3 +84,9 @@ class Actor:
 
     def leave_training(self) -> None:
         pass
+
+    def expect_masters(self) -> None:
+        raise StorageError("the actor of a benchmark has no optimizer, whose master weights could be gathered")
+
+    def regather(self) -> int:
+        raise NotImplementedError("expect_masters comes first")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from tests.full.engines.hybrid_rounds import (
     prompts_of,
 )
 from tests.gloo.ranks import RankLauncher
-from tests.gloo.tiny_models import write_model
+from tests.gloo.tiny_models import YARN, write_model
 
 TOLERANCE = 1e-4
 MEBIBYTE = 2**20
@@ -41,6 +42,8 @@ class Case:
     train: str
     gen: str
     order: RankOrder = RankOrder.PAPER
+    scaling: Mapping[str, Any] | None = None
+    """Rotary scaling; None for plain rotary embeddings."""
 
     @property
     def num_ranks(self) -> int:
@@ -54,7 +57,8 @@ class Case:
         return all(getattr(train, field) == getattr(gen, field) for field in fields)
 
     def __str__(self) -> str:
-        return f"{self.family}-{'tied' if self.tied else 'untied'}-{self.train}-to-{self.gen}"
+        name = f"{self.family}-{'tied' if self.tied else 'untied'}-{self.train}-to-{self.gen}"
+        return f"{name}-{self.scaling['rope_type']}" if self.scaling else name
 
 
 CASES = [
@@ -66,6 +70,8 @@ CASES = [
     Case("llama", True, "2-1-1 c=2 v=2", "1-1"),
     Case("qwen3_moe", False, "1-2-1 e=2 etp=1", "1-2 e=2"),
     Case("mixtral", False, "1-1-2 e=2", "1-1"),
+    Case("deepseek_v3", False, "2-2-1 e=2 etp=1", "1-2 e=2"),
+    Case("deepseek_v3", False, "1-1-2 e=2", "1-1", scaling=YARN),
 ]
 """One for each family, with gathers over both axes, one of them, and none; context ranks with virtual stages."""
 
@@ -96,6 +102,8 @@ def lived(
     sizes: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 256, "hidden_size": hidden_size}
     if TrainSizes.parse(case.train).virtual_stages > 1:
         sizes["num_hidden_layers"] = 4
+    if case.scaling:
+        sizes["rope_parameters"] = {"rope_theta": 10000.0, **case.scaling}
     before = write_model(folder / "model", case.family, case.tied, **sizes)
     ranks = run_ranks(
         case.num_ranks,
@@ -188,10 +196,12 @@ def test_a_second_round_repeats_the_first(lived: Lived):
 
 def test_tokens_follow_the_trained_weights_although_prefixes_are_cached(lived: Lived):
     outcome = lived.ranks[0]
-    assert outcome.caches_prefixes
+    # vLLM on a CPU has no prefix cache for latent attention.
+    assert outcome.caches_prefixes == (lived.case.family != "deepseek_v3")
     assert outcome.block_tokens < max(map(len, prompts_of(0)))  # so that a stale cache would be used
     for (_, old), (_, new) in zip(lived.rounds(1), lived.rounds(2), strict=True):
-        assert all(a != b for a, b in zip(token_ids(old.greedy), token_ids(new.greedy), strict=True))
+        changed = [a != b for a, b in zip(token_ids(old.greedy), token_ids(new.greedy), strict=True)]
+        assert all(changed) if outcome.caches_prefixes else any(changed)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
