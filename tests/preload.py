@@ -27,6 +27,7 @@ with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), nothi
     from vllm import LLM, SamplingParams  # noqa: F401
     from vllm.engine.arg_utils import EngineArgs
     from vllm.logger import configure_logging_if_needed
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
     from vllm.platforms import current_platform
 
     import hybridengine.drivers.advantages  # noqa: F401
@@ -38,9 +39,10 @@ with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), nothi
     import workers.reward  # noqa: F401
     from hybridengine.families.registry import FAMILIES
 
-    for family in FAMILIES:
-        importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-        importlib.import_module(f"vllm.model_executor.models.{family}")
+    for family in FAMILIES.values():
+        importlib.import_module(f"transformers.models.{family.name}.modeling_{family.name}")
+        module, _ = _TEXT_GENERATION_MODELS[family.architectures[0]]
+        importlib.import_module(f"vllm.model_executor.models.{module}")
 
     for folder in ("tests.gloo", "tests.full.engines"):
         for file in Path(__file__).parents[1].joinpath(*folder.split(".")).glob("*.py"):
