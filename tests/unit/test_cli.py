@@ -105,7 +105,7 @@ def test_dry_runs_of_all_configurations_import_nothing_heavy(tmp_path: Path):
         "roles:",
         "switch:",
         "groups",
-        "micro-DP",
+        "groups cross nodes",
         "plan",
         "digest",
         "memory per rank",

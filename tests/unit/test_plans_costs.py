@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from hybridengine.families.family import is_float32
 from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.compiler import compile_plan, fused_groups, inverse_local
 from hybridengine.reshard.cost import RankCost, plan_costs, plan_traffic
@@ -307,7 +308,7 @@ def test_buckets_are_bounded_and_hold_every_tensor_once(case: Case, bucket_eleme
 @pytest.mark.parametrize("bucket_elements", [400, 3000, 10**5])
 @pytest.mark.parametrize("case", FEW[::3], ids=str)
 def test_no_bucket_is_closed_too_early(case: Case, bucket_elements: int) -> None:
-    """One more group would take more than half of what may be in flight, or would raise the peak at the end.
+    """One more group would take more than half of what may be in flight, raise the peak at the end, or have another type.
 
     In addition to its destination a rank may hold 1/32 of the bucket size, and the room for later parameters.
     """
@@ -315,6 +316,8 @@ def test_no_bucket_is_closed_too_early(case: Case, bucket_elements: int) -> None
         sizes = GroupSizes(plan)
         for index, (one, following) in enumerate(pairwise(plan.buckets)):
             added = next(group for group in sizes.groups if following.tensors[0] in group)
+            if is_float32(added[0]) != is_float32(one.tensors[0]):
+                continue
             later = {name for bucket in plan.buckets[index + 1 :] for name in bucket.tensors} - {*added}
             reasons = []
             for rank in plan.ranks:
