@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hybridengine.families.family import Family
+from hybridengine.families.gemma3 import GEMMA3
 from hybridengine.families.llama import LLAMA
 from hybridengine.families.mistral import MISTRAL
 from hybridengine.families.mixtral import MIXTRAL
@@ -12,7 +13,7 @@ from hybridengine.families.qwen3 import QWEN3
 from hybridengine.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, QWEN3_MOE, MIXTRAL)
+    family.name: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, GEMMA3, QWEN3_MOE, MIXTRAL)
 }
 """Name -> family."""
 

@@ -21,6 +21,7 @@ from hybridengine.files import read_object
 from hybridengine.models.config_json import (
     MAX_PARAMETERS,
     ROPE_NUMBERS,
+    ROPE_OPTIONS,
     check_features,
     check_kinds,
     check_numbers,
@@ -94,6 +95,8 @@ class ModelShape(DecoderSizes):
             if classifies
             else 0,
             experts=family.experts_of(config),
+            windows=_windows(config, family),
+            query_scalar=family.query_scalar_of(config),
             **_rotary(config, family),
         )
         if shape.num_heads % shape.num_kv_heads:
@@ -217,6 +220,15 @@ class ModelShape(DecoderSizes):
             f" choose {name} <= {self.num_layers}"
         ]
 
+    def cp_problems(self, cp_size: int) -> list[str]:
+        """Return the reasons why the tokens of a row cannot be divided over `cp_size` context ranks."""
+        if cp_size == 1 or not self.windows:
+            return []
+        return [
+            f"c={cp_size} divides rows, and {self.family} has layers that attend to the last {max(self.windows)} positions,"
+            " for which Transformer Engine divides no packed rows; choose c=1"
+        ]
+
     def gen_tp_problems(self, tp_size: int, train_tp_size: int) -> list[str]:
         """Return the reasons why vLLM cannot hold the model at t_g = `tp_size` when it trains at t = `train_tp_size`."""
         problems = FAMILIES[self.family].vllm_problems(self)
@@ -286,13 +298,46 @@ def _rotary(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if kind not in family.rope_types:
         choices = " or ".join(repr(known) for known in family.rope_types)
         raise ConfigError(f"rope_type={kind!r} is not supported; use {choices}")
+    window_theta = family.window_theta_of(config)
+    if window_theta is not None:
+        check_numbers({"rope_theta of windows": window_theta})
+        window_theta = float(window_theta)
     if kind == "default":
-        return {"rope_theta": float(theta)}
-    missing = [key for key in ROPE_NUMBERS if not is_number(nested.get(key))]
+        return {"rope_theta": float(theta), "window_rope_theta": window_theta}
+    missing = [key for key in ROPE_NUMBERS[kind] if not is_number(nested.get(key))]
     if missing:
         raise ConfigError(
-            f"rope_type='llama3' needs the numbers {', '.join(missing)}; restore the model's original config.json"
+            f"rope_type={kind!r} needs the numbers {', '.join(missing)}; restore the model's original config.json"
         )
-    scaling = {key: nested[key] for key in ROPE_NUMBERS}
+    scaling = {
+        key: nested[key] for key in (*ROPE_NUMBERS[kind], *ROPE_OPTIONS.get(kind, ())) if key in nested
+    }
     check_numbers(scaling)
-    return {"rope_theta": float(theta), "rope_scaling": tuple(scaling.items())}
+    if nested.get("truncate", True) is not True:
+        raise ConfigError(f"truncate={shown(nested['truncate'])} of rope_type={kind!r} is not supported; it must be true")
+    reached = scaling["factor"] * scaling.get("original_max_position_embeddings", math.inf)
+    if kind == "yarn" and config["max_position_embeddings"] > reached:
+        raise ConfigError(
+            f"max_position_embeddings={config['max_position_embeddings']} exceeds {reached:g}, the product of factor and"
+            " original_max_position_embeddings to which vLLM computes YaRN's rotary embeddings; lower it, or raise factor"
+        )
+    return {
+        "rope_type": kind,
+        "rope_theta": float(theta),
+        "rope_scaling": tuple(scaling.items()),
+        "window_rope_theta": window_theta,
+    }
+
+
+def _windows(config: Mapping[str, Any], family: Family) -> tuple[int, ...]:
+    """Return the windows of all layers; empty if none of them is shorter than the longest sequence."""
+    windows = family.windows_of(config)
+    for window in windows:
+        if type(window) is not int or window < 0:
+            raise ConfigError(
+                f"sliding_window={shown(window)} must be a positive integer or null; restore the model's original"
+                " config.json"
+            )
+    longest = config["max_position_embeddings"]
+    windows = tuple(window if window < longest else 0 for window in windows)
+    return windows if any(windows) else ()

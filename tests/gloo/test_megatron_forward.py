@@ -37,6 +37,13 @@ LAYOUTS = [
     ("1-2-1 c=2", RankOrder.PAPER),
     ("2-1-1 c=2 v=2", RankOrder.MEGATRON),
 ]
+WINDOWED_LAYOUTS = [
+    ("2-2-1", RankOrder.PAPER),
+    ("1-4-1", RankOrder.PAPER),
+    ("2-1-2", RankOrder.MEGATRON),
+    ("2-1-2 v=2", RankOrder.MEGATRON),
+]
+"""Layouts of models with windows, whose rows are not divided."""
 MODELS = [(family, tied) for family in FAMILIES for tied in (False, True)]
 MAX_FILE_BYTES = 150_000
 TOLERANCE = 1e-4
@@ -123,12 +130,14 @@ def test_log_probs_and_round_trip_of_every_family_and_layout(
         torch.randint(0, 131, (rows, length), generator=generator) for rows, length in ((3, 9), (1, 14))
     ]
 
-    by_rank = run_ranks(4, forward_and_export, source, batches, LAYOUTS, exports)
+    layouts = WINDOWED_LAYOUTS if ModelShape.from_folder(source).windows else LAYOUTS
 
-    assert_outcomes(model, batches, LAYOUTS, by_rank)
+    by_rank = run_ranks(4, forward_and_export, source, batches, layouts, exports)
+
+    assert_outcomes(model, batches, layouts, by_rank)
     original = read_checkpoint(source)
     assert ("lm_head.weight" in original) is not tied
-    for sizes, order in LAYOUTS:
+    for sizes, order in layouts:
         folder = exports / f"{sizes}-{order.name}"
         files = list(folder.glob("*.safetensors"))
         assert len(files) > 1
@@ -140,26 +149,52 @@ def test_log_probs_and_round_trip_of_every_family_and_layout(
     assert torch.equal(loaded(batches[0]).logits, model(batches[0]).logits)
 
 
-def test_llama_3_rope_scaling(tmp_path: Path, run_ranks: RankLauncher):
-    scaling = {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
+SCALINGS: dict[str, dict[str, Any]] = {
+    # It slows the rotations that take more than 2048 positions; a short sequence does not show it.
+    "llama3": {
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
-    }
-    long: dict[str, Any] = {"max_position_embeddings": 32768, "num_hidden_layers": 2}
+    },
+    "linear": {},
+    "yarn": {"original_max_position_embeddings": 256},
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_rope_scaling(kind: str, tmp_path: Path, run_ranks: RankLauncher):
+    scaling = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0, **SCALINGS[kind]}
+    original = SCALINGS[kind].get("original_max_position_embeddings", 8192)
+    long: dict[str, Any] = {"max_position_embeddings": 4 * original, "num_hidden_layers": 2}
     scaled = write_model(tmp_path / "scaled", "llama", rope_parameters=scaling, **long)
     plain = write_model(tmp_path / "plain", "llama", **long)
-    # Scaling slows the rotations that take more than 2048 positions; a short sequence does not show it.
-    tokens = torch.randint(0, 131, (1, 1200), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 131, (1, 1000), generator=torch.Generator().manual_seed(0))
     assert (reference(scaled, tokens)[0] - reference(plain, tokens)[0]).abs().max() > 100 * TOLERANCE
-    layouts = [("1-2-1", RankOrder.PAPER), ("2-1-1", RankOrder.PAPER)]
+    layouts = [("1-2-1", RankOrder.PAPER), ("2-1-1", RankOrder.PAPER), ("1-1-1 c=2", RankOrder.PAPER)]
 
     by_rank = run_ranks(2, forward_and_export, tmp_path / "scaled", [tokens], layouts, tmp_path / "exports")
 
     assert_outcomes(scaled, [tokens], layouts, by_rank)
+
+
+WINDOWED = {
+    "mistral": {"sliding_window": 4},
+    "phi3": {"sliding_window": 4},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
+}
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_windows(family: str, tmp_path: Path, run_ranks: RankLauncher):
+    windowed = write_model(tmp_path / "windowed", family, **WINDOWED[family])
+    full = write_model(tmp_path / "full", family)
+    tokens = torch.randint(0, 131, (2, 30), generator=torch.Generator().manual_seed(0))
+    assert (reference(windowed, tokens)[0] - reference(full, tokens)[0]).abs().max() > 100 * TOLERANCE
+    layouts = [("1-2-1", RankOrder.PAPER), ("2-1-1", RankOrder.PAPER)]
+
+    by_rank = run_ranks(2, forward_and_export, tmp_path / "windowed", [tokens], layouts, tmp_path / "exports")
+
+    assert_outcomes(windowed, [tokens], layouts, by_rank)
 
 
 def export_over(rank: int, source: Path, target: Path) -> None:

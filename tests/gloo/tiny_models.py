@@ -25,6 +25,11 @@ SIZES = {
 EXPERTS = {"num_experts": 8, "num_active": 2, "ffn_hidden_size": 48}
 """Fields of `ExpertSizes`."""
 
+FEATURES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 4, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24},
+}
+"""Family -> entries of the configuration that make its peculiarities matter in a short sequence."""
+
 
 def write_model(
     folder: Path, family: str, tied: bool = False, dtype: str = "float32", num_labels: int = 0, **sizes: Any
@@ -38,7 +43,7 @@ def write_model(
     described = FAMILIES[family]
     labels = {"num_labels": num_labels} if num_labels else {}
     experts = {key: EXPERTS[field] for field, key in described.expert_keys.items() if field in EXPERTS}
-    values = {**SIZES, **described.built_config, **experts, **labels, **sizes, "tie_word_embeddings": tied}
+    values = {**SIZES, **described.built_config, **FEATURES.get(family, {}), **experts, **labels, **sizes, "tie_word_embeddings": tied}
     config = getattr(transformers, f"{described.hf_prefix}Config")(**values)
     model: PreTrainedModel = getattr(transformers, described.architectures[bool(num_labels)])(config)
     generator = torch.Generator().manual_seed(20)

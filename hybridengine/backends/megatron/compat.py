@@ -17,6 +17,8 @@ settings of one step           parameter groups hold a multiple of the weight de
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +29,15 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
 
-from hybridengine.backends.megatron.attention import PackedAttention, RmsNorm
+from hybridengine.backends.megatron.attention import LayerAttention, PackedAttention, RmsNorm, normed
 from hybridengine.config.role_sections import OptimizerSection
-from hybridengine.families.family import ExpertSizes, NameSet
+from hybridengine.families.family import NameSet
 from hybridengine.families.registry import FAMILIES
 from hybridengine.models.shapes import ModelShape
 
@@ -44,7 +47,7 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 def stage_spec(names: NameSet, shape: ModelShape, layers: range) -> TransformerBlockSubmodules:
     """Return the spec of a pipeline stage with these layers of a decoder, with parameters named as in `names`."""
-    specs = [_layer_spec(names, shape, shape.expert_layer(layer)) for layer in layers]
+    specs = [_layer_spec(names, shape, layer) for layer in layers]
     if names is NameSet.TRANSFORMER_ENGINE:
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -52,19 +55,51 @@ def stage_spec(names: NameSet, shape: ModelShape, layers: range) -> TransformerB
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RmsNorm)  # type: ignore[arg-type]
 
 
-def _layer_spec(names: NameSet, shape: ModelShape, experts: ExpertSizes | None) -> ModuleSpec:
-    qk_norm, num_experts = FAMILIES[shape.family].qk_norm, experts.num_experts if experts else None
+def _layer_spec(names: NameSet, shape: ModelShape, layer: int) -> ModuleSpec:
+    family, experts, window = FAMILIES[shape.family], shape.expert_layer(layer), shape.window(layer)
+    num_experts = experts.num_experts if experts else None
     if names is NameSet.TRANSFORMER_ENGINE:
-        return get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=qk_norm, num_experts=num_experts, moe_grouped_gemm=experts is not None
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        spec, norm = (
+            get_gpt_layer_with_transformer_engine_spec(
+                qk_layernorm=family.qk_norm, num_experts=num_experts, moe_grouped_gemm=experts is not None
+            ),
+            TENorm,
         )
-    layer = get_gpt_layer_local_spec(qk_layernorm=qk_norm, num_experts=num_experts, normalization="RMSNorm")
-    attention: Any = layer.submodules.self_attention.submodules  # type: ignore[union-attr]
-    attention.core_attention = PackedAttention
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RmsNorm  # type: ignore[union-attr]
-    if qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RmsNorm
-    return layer
+    else:
+        spec, norm = (
+            get_gpt_layer_local_spec(
+                qk_layernorm=family.qk_norm, num_experts=num_experts, normalization="RMSNorm"
+            ),
+            RmsNorm,
+        )
+    parts: Any = spec.submodules
+    attention: Any = parts.self_attention.submodules
+    if names is NameSet.LOCAL:
+        attention.core_attention = functools.partial(PackedAttention, window=window)
+        parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
+        if family.qk_norm:
+            attention.q_layernorm = attention.k_layernorm = RmsNorm
+    elif window:
+        attention.core_attention = functools.partial(_windowed, attention.core_attention, window)
+    if shape.window_rope_theta is not None:
+        parts.self_attention.module = LayerAttention
+        parts.self_attention.params = {**parts.self_attention.params, "rotary": int(window > 0)}
+    if family.post_norms:
+        attention.linear_proj = normed(attention.linear_proj, norm)
+        parts.mlp.submodules.linear_fc2 = normed(parts.mlp.submodules.linear_fc2, norm)
+    return spec
+
+
+def _windowed(attention: Any, window: int, *, config: TransformerConfig, **named: Any) -> nn.Module:
+    """Return Transformer Engine's attention to the last `window` positions.
+
+    Megatron-core counts layers with a window for the stages of its global state, which these may not be.
+    """
+    own = copy.copy(config)
+    own.window_size, own.window_attn_skip_freq = (window - 1, 0), None
+    return attention(config=own, **named)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
