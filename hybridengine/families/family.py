@@ -235,8 +235,8 @@ class Family:
             yield f"layer_types={sorted(kinds)} without use_sliding_window; restore the model's original config.json"
         elif len(found := set(self.layer_kinds(config))) > 1:
             yield (
-                f"layer_types={sorted(found)} (layers before max_window_layers are full) are not supported, because vLLM's"
-                f" {self.hf_prefix} has one window for all layers; use a model with one kind of attention"
+                f"layer_types={sorted(found)} (layers before max_window_layers are full) are not supported, because"
+                f" vLLM's {self.hf_prefix} has one window for all layers; use a model with one kind of attention"
             )
 
     def layer_tensors(self, sizes: DecoderSizes, layer: int) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Gemma 3 (text): four zero-centred norms in a layer, and windows in five layers of six with rotary embeddings of their own."""
+"""Gemma 3 (text): four zero-centred norms in a layer, and windows in most layers, with rotary embeddings of their own."""
 
 from __future__ import annotations
 
@@ -72,7 +72,10 @@ class Gemma3(Family):
                 f" {config['num_hidden_layers']} layers; restore the model's original config.json"
             )
         if config["sliding_window"] is None and "sliding_attention" in kinds:
-            yield "sliding_window=null is not supported with layers of sliding_attention; restore the original config.json"
+            yield (
+                "sliding_window=null is not supported with layers of sliding_attention; restore the model's original"
+                " config.json"
+            )
 
     def layer_tensors(self, sizes: DecoderSizes, layer: int) -> dict[str, tuple[int, ...]]:
         norm = (sizes.hidden_size,)

@@ -225,8 +225,8 @@ class ModelShape(DecoderSizes):
         if cp_size == 1 or not self.windows:
             return []
         return [
-            f"c={cp_size} divides rows, and {self.family} has layers that attend to the last {max(self.windows)} positions,"
-            " for which Transformer Engine divides no packed rows; choose c=1"
+            f"c={cp_size} divides rows, and {self.family} has layers that attend to the last {max(self.windows)}"
+            " positions, for which Transformer Engine divides no packed rows; choose c=1"
         ]
 
     def gen_tp_problems(self, tp_size: int, train_tp_size: int) -> list[str]:
@@ -314,7 +314,9 @@ def _rotary(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     }
     check_numbers(scaling)
     if nested.get("truncate", True) is not True:
-        raise ConfigError(f"truncate={shown(nested['truncate'])} of rope_type={kind!r} is not supported; it must be true")
+        raise ConfigError(
+            f"truncate={shown(nested['truncate'])} of rope_type={kind!r} is not supported; it must be true"
+        )
     reached = scaling["factor"] * scaling.get("original_max_position_embeddings", math.inf)
     if kind == "yarn" and config["max_position_embeddings"] > reached:
         raise ConfigError(

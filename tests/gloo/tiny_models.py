@@ -43,7 +43,15 @@ def write_model(
     described = FAMILIES[family]
     labels = {"num_labels": num_labels} if num_labels else {}
     experts = {key: EXPERTS[field] for field, key in described.expert_keys.items() if field in EXPERTS}
-    values = {**SIZES, **described.built_config, **FEATURES.get(family, {}), **experts, **labels, **sizes, "tie_word_embeddings": tied}
+    values = {
+        **SIZES,
+        **described.built_config,
+        **FEATURES.get(family, {}),
+        **experts,
+        **labels,
+        **sizes,
+        "tie_word_embeddings": tied,
+    }
     config = getattr(transformers, f"{described.hf_prefix}Config")(**values)
     model: PreTrainedModel = getattr(transformers, described.architectures[bool(num_labels)])(config)
     generator = torch.Generator().manual_seed(20)

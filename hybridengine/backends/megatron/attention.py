@@ -105,7 +105,9 @@ def normed(linear: type[nn.Module], norm: type[Any]) -> type[nn.Module]:
     """Return a class of linear layers, of the class `linear`, whose outputs go through a norm."""
 
     class NormedLinear(linear):  # type: ignore[misc, valid-type]
-        def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **named: Any) -> None:
+        def __init__(
+            self, input_size: int, output_size: int, *, config: TransformerConfig, **named: Any
+        ) -> None:
             super().__init__(input_size, output_size, config=config, **named)
             self.post_layernorm = norm(config, output_size, config.layernorm_epsilon)
 

@@ -216,7 +216,9 @@ def build_chunks(
             set_frequencies(model, shape)
             _mark_sharded(model)
             if block == 0 and FAMILIES[shape.family].scaled_embedding:
-                scale = torch.tensor(shape.hidden_size**0.5).to(DTYPES[dtype]).item()  # rounded as the weights are
+                scale = (
+                    torch.tensor(shape.hidden_size**0.5).to(DTYPES[dtype]).item()
+                )  # rounded as the weights are
                 model.embedding.register_forward_hook(functools.partial(_scaled, scale))
             if last:
                 place = groups.tp, config.sequence_parallel

@@ -1,8 +1,8 @@
 """Rotary frequencies of all supported kinds, in place of those that Megatron-core computes.
 
 Megatron-core's Llama 3 scaling has fixed constants. Of YaRN it leaves the attention factor to the application of the
-angles, where Transformer Engine's kernel for packed rows ignores it without an error. Here the factor, by which queries and
-keys are both multiplied, is part of the scale of attention scores.
+angles, where Transformer Engine's kernel for packed rows ignores it without an error. Here the factor, by which queries
+and keys are both multiplied, is part of the scale of attention scores.
 
 Shapes: D dimensions of a head, of which half are frequencies.
 """
