@@ -71,11 +71,6 @@ class Gemma3(Family):
                 f"layer_types={kinds} must name {' or '.join(sorted(_KINDS))} for each of the"
                 f" {config['num_hidden_layers']} layers; restore the model's original config.json"
             )
-        if config["sliding_window"] is None and "sliding_attention" in kinds:
-            yield (
-                "sliding_window=null is not supported with layers of sliding_attention; restore the model's original"
-                " config.json"
-            )
 
     def layer_tensors(self, sizes: DecoderSizes, layer: int) -> dict[str, tuple[int, ...]]:
         norm = (sizes.hidden_size,)

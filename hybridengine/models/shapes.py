@@ -332,14 +332,17 @@ def _rotary(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _windows(config: Mapping[str, Any], family: Family) -> tuple[int, ...]:
-    """Return the windows of all layers; empty if none of them is shorter than the longest sequence."""
-    windows = family.windows_of(config)
-    for window in windows:
-        if type(window) is not int or window < 0:
-            raise ConfigError(
-                f"sliding_window={shown(window)} must be a positive integer or null; restore the model's original"
-                " config.json"
-            )
-    longest = config["max_position_embeddings"]
-    windows = tuple(window if window < longest else 0 for window in windows)
+    """Return the windows of all layers; empty if none of them is shorter than the longest sequence.
+
+    Layers with rotary embeddings of their own keep a window of any size.
+    """
+    windows, window = family.windows_of(config), config.get("sliding_window")
+    if windows and (type(window) is not int or window < 1):
+        raise ConfigError(
+            f"sliding_window={shown(window)} must be a positive integer, or null if no layer has a window; restore the"
+            " model's original config.json"
+        )
+    own = family.window_theta_of(config) is not None
+    longest = math.inf if own else config["max_position_embeddings"]
+    windows = tuple(size if size < longest else 0 for size in windows)
     return windows if any(windows) else ()

@@ -31,7 +31,9 @@ EXPERTS = {
     "mixtral": ("block_sparse_moe.", ("w1", "w3", "w2")),
 }
 """Mixture of experts -> prefix of its router and experts, and names of gate, up and down."""
-QK_NORM = ("qwen3", "qwen3_moe")
+QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text")
+FOUR_NORMS = ("gemma3_text",)
+"""Families with norms before and after attention and MLP."""
 
 
 def small_shape(
@@ -172,7 +174,15 @@ def megatron_reference(
         old, new = f"model.layers.{layer}.", f"decoder.layers.{index}."
         input_norm, mlp_norm = MEGATRON_NORMS[names]
         local[new + input_norm] = tensors[old + HF_NORMS[0]]
-        local[new + (PRE_MLP_NORM if shape.family in EXPERTS else mlp_norm)] = tensors[old + HF_NORMS[1]]
+        pre_mlp = new + (PRE_MLP_NORM if shape.family in EXPERTS else mlp_norm)
+        local[pre_mlp] = tensors[old + HF_NORMS[1]]
+        if shape.family in FOUR_NORMS:
+            local[pre_mlp] = tensors[old + "pre_feedforward_layernorm.weight"]
+            for linear, place in (
+                ("self_attention.linear_proj", "attention"),
+                ("mlp.linear_fc2", "feedforward"),
+            ):
+                local[f"{new}{linear}.post_layernorm.weight"] = tensors[f"{old}post_{place}_layernorm.weight"]
         for kind in ("weight", "bias") if shape.family == "qwen2" else ("weight",):
             fused = megatron_qkv(shape, *attention_rows(shape, tensors, old, kind))
             local[f"{new}self_attention.linear_qkv.{kind}"] = part(fused, 0)
@@ -253,7 +263,8 @@ def vllm_reference(
             for x in "qk":
                 local[f"{prefix}self_attn.{x}_norm.weight"] = tensors[f"{prefix}self_attn.{x}_norm.weight"]
         local[prefix + "self_attn.o_proj.weight"] = part(tensors[prefix + "self_attn.o_proj.weight"], 1)
-        for norm in HF_NORMS:
+        added = ("pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight")
+        for norm in (*HF_NORMS, *(added if shape.family in FOUR_NORMS else ())):
             local[prefix + norm] = tensors[prefix + norm]
         if shape.family in EXPERTS:
             block = prefix + EXPERTS[shape.family][0]

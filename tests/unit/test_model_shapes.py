@@ -29,7 +29,7 @@ def hf_config(family: str, task: str = "CausalLM", **changes: Any) -> Any:
     if family in WITHOUT_HEAD_DIM:
         sizes.pop("head_dim", None)
     config = getattr(transformers, f"{family}Config")(**sizes)
-    config.architectures = [f"{family}For{task}"]
+    config.architectures = [PREFIXES[family].architectures[task == "SequenceClassification"]]
     return config
 
 
