@@ -88,6 +88,8 @@ _PRESETS = (
             "MistralForCausalLM", 32, 4096, 14336, 32, 8, 32768, 32768, 1e-5, 1e6, sliding_window=None),
     _preset("phi-4", "microsoft/phi-4",
             "Phi3ForCausalLM", 40, 5120, 17920, 40, 10, 100352, 16384, 1e-5, 2.5e5),
+    _preset("gemma3-1b", "google/gemma-3-1b-it",
+            "Gemma3ForCausalLM", 26, 1152, 6912, 4, 1, 262144, 32768, 1e-6, 1e6, head_dim=256, sliding_window=512),
 )
 # fmt: on
 

@@ -199,13 +199,6 @@ def test_a_configuration_that_fails_on_a_rank_fails_here(file: Path, capsys: pyt
 
 
 def test_an_error_of_the_rank_is_that_of_a_run(tmp_path: Path):
-    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 4.0}
-    described = load_config(write(tmp_path, SECTIONS), dry_run=True).model.build
-    assert described is not None
-    values = described.hf_config() | {"rope_scaling": rope | {"original_max_position_embeddings": 8192}}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    model = {"path": "nowhere", "hf_config": str(tmp_path / "config.json"), "dtype": "bfloat16"}
-    data = {"batch_size": 8, "train_file": "nowhere.parquet"}
-    config = load_config(write(tmp_path, SECTIONS | {"model": model, "data": data}), dry_run=True)
-    with pytest.raises(ConfigError, match=r"low_freq_factor.*not supported by megatron-core"):
+    config = load_config(write(tmp_path, SECTIONS), ["actor.fp8=tensorwise"], dry_run=True)
+    with pytest.raises(ConfigError, match="fp8=tensorwise needs a GPU and Transformer Engine"):
         list(rehearse_ranks(config, [0]))

@@ -29,6 +29,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 4, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24},
 }
 """Family -> entries of the configuration that make its peculiarities matter in a short sequence."""
+CENTRED = ("gemma3_text",)
+"""Families whose norms multiply by 1 + weight."""
 
 
 def write_model(
@@ -56,7 +58,7 @@ def write_model(
     model: PreTrainedModel = getattr(transformers, described.architectures[bool(num_labels)])(config)
     generator = torch.Generator().manual_seed(20)
     for name, parameter in model.named_parameters():
-        mean = 1.0 if "norm" in name else 0.0
+        mean = 1.0 if "norm" in name and family not in CENTRED else 0.0
         parameter.data.normal_(mean, 0.15, generator=generator)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return model
