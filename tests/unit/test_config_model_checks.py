@@ -74,7 +74,7 @@ def test_an_unsupported_architecture(tmp_path: Path, from_checkpoint: Path) -> N
     config.write_text(json.dumps(CONFIG | {"architectures": ["GPT2LMHeadModel"]}))
     (problem,) = problems_of(from_checkpoint)
     assert "model.path: " in problem
-    assert "architectures=['GPT2LMHeadModel'] is not supported; use one of LlamaForCausalLM, " in problem
+    assert "architectures=['GPT2LMHeadModel'] is not supported; use one of Gemma3ForCausalLM, " in problem
 
 
 def test_each_role_is_checked_against_its_own_model(tmp_path: Path, from_checkpoint: Path) -> None:

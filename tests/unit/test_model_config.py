@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -312,7 +313,7 @@ def test_rotary_settings_of_gemma_in_both_styles(nested: bool) -> None:
     assert (shape.rope_type, shape.rope_theta, shape.window_rope_theta) == ("linear", 2e6, 3e4)
     assert (shape.rope_scaling, shape.query_scalar) == ((("factor", 8.0),), 168)
     assert shape.tied_embeddings
-    theirs = transformers.Gemma3TextConfig.from_dict(contents).rope_parameters
+    theirs: Any = transformers.Gemma3TextConfig.from_dict(contents).rope_parameters
     assert theirs["full_attention"] == {"rope_theta": 2e6, **linear}
     assert theirs["sliding_attention"]["rope_theta"] == 3e4
 

@@ -53,7 +53,8 @@ def test_tables_equal_those_of_transformers_and_vllm(kind: str) -> None:
 
     theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
     with set_current_vllm_config(VllmConfig()):
-        engine = get_rope(128, 2048, rope_parameters=config.rope_parameters, dtype=torch.float32)
+        settings = dict(config.rope_parameters or {})
+        engine = get_rope(128, 2048, rope_parameters=settings, dtype=torch.float32)
 
     for mine, expected in zip((cos, sin), theirs, strict=True):
         torch.testing.assert_close(torch.cat([mine, mine], -1), expected[0], atol=2e-4, rtol=0)
