@@ -40,5 +40,5 @@ PHI3 = Phi3(
     defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     built_config={"pad_token_id": None},  # transformers defaults to 32000, which a small vocabulary lacks
     has_window=True,
-    rope_types=("default", "linear", "yarn"),
+    rope_types=("default",),
 )

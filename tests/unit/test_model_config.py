@@ -233,7 +233,7 @@ BAD = {
     ),
     "Phi-3's long rotary embeddings": (
         {"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}},
-        "^rope_type='longrope' is not supported; use 'default' or 'linear' or 'yarn'$",
+        "^rope_type='longrope' is not supported; use 'default'$",
     ),
     "partial rotary": (
         {"partial_rotary_factor": 0.5},

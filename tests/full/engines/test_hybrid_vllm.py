@@ -65,10 +65,10 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 CASES = [
     Case("qwen3", True, "2-2-1", "1-1", features={"rope_parameters": YARN}),
-    Case("phi3", False, "1-2-1", "1-1", features={"rope_parameters": LINEAR}),
+    Case("phi3", False, "1-2-1", "1-1"),
     Case("mistral", True, "2-1-1", "1-1", features={"sliding_window": 20}),
-    Case("gemma3_text", True, "2-2-1", "1-1", features={"sliding_window": 20}),
-    Case("llama", False, "2-1-2", "2-1", RankOrder.MEGATRON),  # pipelines [0, 2] and [1, 3]
+    Case("gemma3_text", False, "1-2-1", "1-1", features={"sliding_window": 20}),
+    Case("llama", False, "2-1-2", "2-1", RankOrder.MEGATRON, {"rope_parameters": LINEAR}),  # pipelines [0, 2] and [1, 3]
     Case("qwen2", True, "1-4-1", "1-2", features=WINDOW),
     Case("llama", True, "2-1-1 c=2 v=2", "1-1"),
     Case("qwen3_moe", False, "1-2-1 e=2 etp=1", "1-2 e=2"),
