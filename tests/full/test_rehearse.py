@@ -10,7 +10,7 @@ import yaml
 
 from hybridengine.cli.main import main
 from hybridengine.config import load_config
-from hybridengine.errors import ConfigError
+from hybridengine.errors import TopologyError
 from hybridengine.rehearsal.figures import Phase, RankRehearsal
 from hybridengine.rehearsal.planned import planned_peaks
 from hybridengine.rehearsal.processes import rehearse_ranks
@@ -197,7 +197,7 @@ def test_a_configuration_that_fails_on_a_rank_fails_here(file: Path, capsys: pyt
     assert capsys.readouterr().err == refused
 
 
-def test_an_error_of_the_rank_is_that_of_a_run(tmp_path: Path):
-    config = load_config(write(tmp_path, SECTIONS), ["actor.fp8=tensorwise"], dry_run=True)
-    with pytest.raises(ConfigError, match="fp8=tensorwise needs a GPU and Transformer Engine"):
-        list(rehearse_ranks(config, [0]))
+def test_an_error_of_the_rank_is_raised_here(tmp_path: Path):
+    config = load_config(write(tmp_path, SECTIONS), dry_run=True)
+    with pytest.raises(TopologyError, match=r"^rank 8 is outside of 2-2-2, which has ranks 0 to 7$"):
+        list(rehearse_ranks(config, [LAST_RANK + 1]))

@@ -68,7 +68,9 @@ CASES = [
     Case("phi3", False, "1-2-1", "1-1"),
     Case("mistral", True, "2-1-1", "1-1", features={"sliding_window": 20}),
     Case("gemma3_text", False, "1-2-1", "1-1", features={"sliding_window": 20}),
-    Case("llama", False, "2-1-2", "2-1", RankOrder.MEGATRON, {"rope_parameters": LINEAR}),  # pipelines [0, 2] and [1, 3]
+    Case(
+        "llama", False, "2-1-2", "2-1", RankOrder.MEGATRON, {"rope_parameters": LINEAR}
+    ),  # pipelines [0, 2] and [1, 3]
     Case("qwen2", True, "1-4-1", "1-2", features=WINDOW),
     Case("llama", True, "2-1-1 c=2 v=2", "1-1"),
     Case("qwen3_moe", False, "1-2-1 e=2 etp=1", "1-2 e=2"),
