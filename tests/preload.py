@@ -18,6 +18,7 @@ with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), nothi
     import pydantic.v1  # noqa: F401  # imported by Ray in every worker otherwise
     import pytest  # noqa: F401  # a rank imports the module of the function that it runs, and that imports pytest
     import safetensors.torch  # noqa: F401
+    import transformers
     import vllm.entrypoints.launchers.cli_args
     import vllm.model_executor.layers.quantization.online.base
     import vllm.v1.attention.backends.cpu_attn
@@ -40,7 +41,7 @@ with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), nothi
     from hybridengine.families.registry import FAMILIES
 
     for family in FAMILIES.values():
-        importlib.import_module(f"transformers.models.{family.name}.modeling_{family.name}")
+        getattr(transformers, family.architectures[0])  # which imports its module
         module, _ = _TEXT_GENERATION_MODELS[family.architectures[0]]
         importlib.import_module(f"vllm.model_executor.models.{module}")
 

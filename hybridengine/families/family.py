@@ -82,14 +82,28 @@ class DecoderSizes:
     tied_embeddings: bool = False
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    rope_type: str = "default"
+    """Kind of rotary embeddings: "default", or how their frequencies are scaled."""
     rope_scaling: tuple[tuple[str, float | str], ...] = ()
-    """Llama 3's or YaRN's frequency scaling as (key, value) pairs; empty for plain rotary embeddings."""
+    """Settings of `rope_type` as (key, value) pairs in a fixed order; empty for plain rotary embeddings."""
     num_labels: int = 0
     """Outputs of a sequence-classification head (`score.weight`); 0 for a language model."""
     experts: ExpertSizes | None = None
     """Experts of a mixture of experts; None for a dense model."""
     latent: LatentSizes | None = None
     """Sizes of multi-head latent attention; None for plain attention."""
+    windows: tuple[int, ...] = ()
+    """For each layer, the number of last positions that a token attends to, its own included; 0 for all of them.
+    Empty if all layers attend to all positions."""
+    window_rope_theta: float | None = None
+    """Base of the rotary embeddings of layers with a window, whose frequencies are not scaled; None if all layers have
+    the same rotary embeddings."""
+    query_scalar: float | None = None
+    """Attention scores are divided by its square root; None for head_dim."""
+
+    def window(self, layer: int) -> int:
+        """Return the number of last positions that a token of a layer attends to; 0 for all of them."""
+        return self.windows[layer] if self.windows else 0
 
     def expert_layer(self, layer: int) -> ExpertSizes | None:
         """Return the experts of a layer; None if it has an MLP."""
@@ -175,13 +189,19 @@ class Family:
     built_config: Mapping[str, Any] = field(default_factory=dict)
     """Additional config.json entries of a model that is built from sizes."""
     has_window: bool = False
-    """True if setting `sliding_window` alone enables windowed attention in all layers, which is unsupported."""
-    rope_types: tuple[str, ...] = ("default", "llama3")
+    """True if setting `sliding_window` alone enables windowed attention in all layers."""
+    window_switch: bool = False
+    """True if `use_sliding_window` enables windowed attention in the layers from `max_window_layers` on."""
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     """Supported kinds of rotary embeddings."""
     qkv_bias: bool = False
     """True if q, k and v have a bias."""
     qk_norm: bool = False
     """True if each query and key head has an RMS norm."""
+    post_norms: bool = False
+    """True if the outputs of attention and MLP have a norm each, before they are added to the residual stream."""
+    scaled_embedding: bool = False
+    """True if the embeddings of tokens are multiplied by the square root of the hidden size."""
 
     expert_keys: Mapping[str, str] = field(default_factory=dict)
     """Field of `ExpertSizes` -> key in config.json; empty for a dense family."""
@@ -209,18 +229,33 @@ class Family:
             return None
         return LatentSizes(**{name: config[key] for name, key in self.latent_keys.items()})
 
+    def windows_of(self, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the windows of all layers that a completed config.json describes; empty if no layer has one."""
+        window = config.get("sliding_window")
+        if window is None or not (self.has_window or (self.window_switch and config["use_sliding_window"])):
+            return ()
+        return tuple(window if kind == "sliding_attention" else 0 for kind in self.layer_kinds(config))
+
+    def layer_kinds(self, config: Mapping[str, Any]) -> list[str]:
+        """Return the kind of attention of each layer of a completed config.json, in the words of its `layer_types`."""
+        num_layers = config["num_hidden_layers"]
+        if self.has_window:
+            return ["sliding_attention"] * num_layers
+        first = config["max_window_layers"] if config.get("use_sliding_window") else num_layers
+        kinds = [f"{'full' if layer < first else 'sliding'}_attention" for layer in range(num_layers)]
+        return [str(kind) for kind in config.get("layer_types") or kinds]
+
+    def window_theta_of(self, config: Mapping[str, Any]) -> float | None:
+        """Return the rotary base of layers with a window; None if all layers have the same rotary embeddings."""
+        return None
+
+    def query_scalar_of(self, config: Mapping[str, Any]) -> float | None:
+        """Return the number by whose square root attention scores are divided; None for head_dim."""
+        return None
+
     def refusals(self, config: Mapping[str, Any]) -> Iterator[str]:
         """Yield the features of a config.json, with `defaults` filled in, that the tables do not support."""
-        kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention"})
-        if kinds:
-            yield f"layer_types={kinds} are not supported; use a model with full attention"
-        if config.get("use_sliding_window"):
-            yield "use_sliding_window=true is not supported; use a model with full attention"
-        if self.has_window and config.get("sliding_window") is not None:
-            yield (
-                f"sliding_window={config['sliding_window']!r} is not supported; use a model with full attention"
-                " (sliding_window: null)"
-            )
+        yield from self.window_refusals(config)
         if config.get("attention_bias") and not self.qkv_bias:
             yield (
                 "attention_bias=true puts a bias on the output projection, which is not supported;"
@@ -230,6 +265,24 @@ class Family:
             yield "mlp_bias=true is not supported; use a model without biases in its MLP"
         if config.get("hidden_act", "silu") != "silu":
             yield f"hidden_act={config['hidden_act']!r} is not supported; it must be 'silu'"
+
+    def window_refusals(self, config: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the settings of windowed attention in a completed config.json that are not supported."""
+        kinds = {str(kind) for kind in config.get("layer_types") or ()}
+        if not self.window_switch:
+            if kinds - {"full_attention"}:
+                yield (
+                    f"layer_types={sorted(kinds - {'full_attention'})} are not supported; use a model with full attention"
+                )
+            if config.get("use_sliding_window"):
+                yield "use_sliding_window=true is not supported; use a model with full attention"
+        elif kinds - {"full_attention"} and not config["use_sliding_window"]:
+            yield f"layer_types={sorted(kinds)} without use_sliding_window; restore the model's original config.json"
+        elif len(found := set(self.layer_kinds(config))) > 1:
+            yield (
+                f"layer_types={sorted(found)} (layers before max_window_layers are full) are not supported, because"
+                f" vLLM's {self.hf_prefix} has one window for all layers; use a model with one kind of attention"
+            )
 
     def layer_tensors(self, sizes: DecoderSizes, layer: int) -> dict[str, tuple[int, ...]]:
         """Return the logical tensors of a decoder layer as stored on disk: name -> shape, in the model's order."""

@@ -1,4 +1,4 @@
-"""Mistral 7B (from v0.2), Nemo and Small: Llama's layers, with windowed attention unless config.json disables it."""
+"""Mistral 7B, Nemo and Small: Llama's layers, with windowed attention unless config.json disables it."""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from hybridengine.families.family import DecoderSizes, Family
 
+WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+"""Values of the keys of windowed attention that transformers assumes."""
+
 
 class Qwen2(Family):
     """Qwen2 with the restrictions of vLLM's model."""
@@ -21,6 +24,7 @@ class Qwen2(Family):
 QWEN2 = Qwen2(
     name="qwen2",
     hf_prefix="Qwen2",
-    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32},
+    defaults=WINDOW | {"max_position_embeddings": 32768, "num_key_value_heads": 32},
     qkv_bias=True,
+    window_switch=True,
 )

@@ -19,8 +19,10 @@ from hybridengine.families.family import DecoderSizes, Family, is_of_expert
 from hybridengine.families.registry import ARCHITECTURES, FAMILIES
 from hybridengine.files import read_object
 from hybridengine.models.config_json import (
+    LATENT_NUMBERS,
     MAX_PARAMETERS,
     ROPE_NUMBERS,
+    ROPE_OPTIONS,
     check_features,
     check_kinds,
     check_numbers,
@@ -99,6 +101,8 @@ class ModelShape(DecoderSizes):
             else 0,
             experts=family.experts_of(config),
             latent=latent,
+            windows=_windows(config, family),
+            query_scalar=family.query_scalar_of(config),
             **_rotary(config, family),
         )
         if shape.num_heads % shape.num_kv_heads:
@@ -235,6 +239,15 @@ class ModelShape(DecoderSizes):
             f" choose {name} <= {self.num_layers}"
         ]
 
+    def cp_problems(self, cp_size: int) -> list[str]:
+        """Return the reasons why the tokens of a row cannot be divided over `cp_size` context ranks."""
+        if cp_size == 1 or not self.windows:
+            return []
+        return [
+            f"c={cp_size} divides rows, and {self.family} has layers that attend to the last {max(self.windows)}"
+            " positions, for which Transformer Engine divides no packed rows; choose c=1"
+        ]
+
     def gen_tp_problems(self, tp_size: int, train_tp_size: int) -> list[str]:
         """Return the reasons why vLLM cannot hold the model at t_g = `tp_size` when it trains at t = `train_tp_size`."""
         problems = FAMILIES[self.family].vllm_problems(self)
@@ -275,10 +288,6 @@ def _split_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
     return tuple(range(first, last) for first, last in pairwise(firsts))
 
 
-_UNSCALED = {"attention_factor": None, "truncate": True}
-"""Keys of rotary embeddings with only one supported value."""
-
-
 def _one_of(choices: list[int]) -> str:
     texts = [str(choice) for choice in choices]
     return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
@@ -308,16 +317,56 @@ def _rotary(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if kind not in family.rope_types:
         choices = " or ".join(repr(known) for known in family.rope_types)
         raise ConfigError(f"rope_type={kind!r} is not supported; use {choices}")
+    window_theta = family.window_theta_of(config)
+    if window_theta is not None:
+        check_numbers({"rope_theta of windows": window_theta})
+        window_theta = float(window_theta)
     if kind == "default":
-        return {"rope_theta": float(theta)}
-    missing = [key for key in ROPE_NUMBERS[kind] if not is_number(nested.get(key))]
+        return {"rope_theta": float(theta), "window_rope_theta": window_theta}
+    needed, optional = ROPE_NUMBERS[kind], ROPE_OPTIONS.get(kind, ())
+    if family.latent_keys:
+        needed, optional = LATENT_NUMBERS[kind], ()
+    missing = [key for key in needed if not is_number(nested.get(key))]
     if missing:
         raise ConfigError(
             f"rope_type={kind!r} needs the numbers {', '.join(missing)}; restore the model's original config.json"
         )
-    for key, usual in _UNSCALED.items():
-        if nested.get(key, usual) != usual:
-            raise ConfigError(f"{key}={nested[key]!r} of rope_type={kind!r} is not supported; remove it")
-    scaling = {key: nested[key] for key in ROPE_NUMBERS[kind]}
+    if family.latent_keys and "attention_factor" in nested:
+        raise ConfigError(
+            f"attention_factor={shown(nested['attention_factor'])} of rope_type={kind!r} is not supported; remove it"
+        )
+    scaling = {key: nested[key] for key in (*needed, *optional) if key in nested}
     check_numbers(scaling)
-    return {"rope_theta": float(theta), "rope_scaling": tuple(scaling.items())}
+    if nested.get("truncate", True) is not True:
+        raise ConfigError(
+            f"truncate={shown(nested['truncate'])} of rope_type={kind!r} is not supported; it must be true"
+        )
+    reached = scaling["factor"] * scaling.get("original_max_position_embeddings", math.inf)
+    if kind == "yarn" and config["max_position_embeddings"] > reached:
+        raise ConfigError(
+            f"max_position_embeddings={config['max_position_embeddings']} exceeds {reached:g}, the product of factor and"
+            " original_max_position_embeddings to which vLLM computes YaRN's rotary embeddings; lower it, or raise factor"
+        )
+    return {
+        "rope_type": kind,
+        "rope_theta": float(theta),
+        "rope_scaling": tuple(scaling.items()),
+        "window_rope_theta": window_theta,
+    }
+
+
+def _windows(config: Mapping[str, Any], family: Family) -> tuple[int, ...]:
+    """Return the windows of all layers; empty if none of them is shorter than the longest sequence.
+
+    Layers with rotary embeddings of their own keep a window of any size.
+    """
+    windows, window = family.windows_of(config), config.get("sliding_window")
+    if windows and (type(window) is not int or window < 1):
+        raise ConfigError(
+            f"sliding_window={shown(window)} must be a positive integer, or null if no layer has a window; restore the"
+            " model's original config.json"
+        )
+    own = family.window_theta_of(config) is not None
+    longest = math.inf if own else config["max_position_embeddings"]
+    windows = tuple(size if size < longest else 0 for size in windows)
+    return windows if any(windows) else ()

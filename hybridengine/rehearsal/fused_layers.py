@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer.mlp import MLP
@@ -26,7 +27,7 @@ from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor
 
 from hybridengine.backends.megatron import model
-from hybridengine.backends.megatron.attention import PackedAttention
+from hybridengine.backends.megatron.attention import PackedAttention, RmsNorm
 from hybridengine.rehearsal.replacing import all_replaced
 
 
@@ -117,7 +118,7 @@ def fused_layers() -> Iterator[None]:
 
     def fused_config(*arguments: Any) -> Any:
         config = transformer_config(*arguments)
-        config.bias_activation_fusion = config.apply_rope_fusion = True
+        config.apply_rope_fusion, config.bias_activation_fusion = True, config.activation_func is F.silu
         return config
 
     def normalize(layer: Any, rows: Tensor) -> Tensor:
@@ -139,7 +140,7 @@ def fused_layers() -> Iterator[None]:
     with all_replaced(
         (model, "transformer_config", fused_config),
         (TransformerLayer, "__init__", build),
-        (torch.nn.RMSNorm, "forward", normalize),
+        (RmsNorm, "forward", normalize),
         (rope_utils, "fused_apply_rotary_pos_emb_thd", rotate),
         (PackedAttention, "forward", attend),
         (GlobalMemoryBuffer, "get_tensor", lambda buffer, size, dtype, *_: torch.empty(size, dtype=dtype)),

@@ -12,6 +12,7 @@ def train_problems(shape: ModelShape, sizes: TrainSizes) -> list[str]:
         *shape.tp_problems(sizes.tp_size),
         *shape.pp_problems(*sizes.blocks),
         *shape.expert_problems(sizes.expert_parts, sizes.expert_shards),
+        *shape.cp_problems(sizes.cp_size),
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import yaml
 
 from hybridengine.cli.main import main
 from hybridengine.config import load_config
-from hybridengine.errors import ConfigError
+from hybridengine.errors import TopologyError
 from hybridengine.rehearsal.figures import Phase, RankRehearsal
 from hybridengine.rehearsal.planned import planned_peaks
 from hybridengine.rehearsal.processes import rehearse_ranks
@@ -198,14 +197,7 @@ def test_a_configuration_that_fails_on_a_rank_fails_here(file: Path, capsys: pyt
     assert capsys.readouterr().err == refused
 
 
-def test_an_error_of_the_rank_is_that_of_a_run(tmp_path: Path):
-    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 4.0}
-    described = load_config(write(tmp_path, SECTIONS), dry_run=True).model.build
-    assert described is not None
-    values = described.hf_config() | {"rope_scaling": rope | {"original_max_position_embeddings": 8192}}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    model = {"path": "nowhere", "hf_config": str(tmp_path / "config.json"), "dtype": "bfloat16"}
-    data = {"batch_size": 8, "train_file": "nowhere.parquet"}
-    config = load_config(write(tmp_path, SECTIONS | {"model": model, "data": data}), dry_run=True)
-    with pytest.raises(ConfigError, match=r"low_freq_factor.*not supported by megatron-core"):
-        list(rehearse_ranks(config, [0]))
+def test_an_error_of_the_rank_is_raised_here(tmp_path: Path):
+    config = load_config(write(tmp_path, SECTIONS), dry_run=True)
+    with pytest.raises(TopologyError, match=r"^rank 8 is outside of 2-2-2, which has ranks 0 to 7$"):
+        list(rehearse_ranks(config, [LAST_RANK + 1]))

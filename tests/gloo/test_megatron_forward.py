@@ -37,6 +37,13 @@ LAYOUTS = [
     ("1-2-1 c=2", RankOrder.PAPER),
     ("2-1-1 c=2 v=2", RankOrder.MEGATRON),
 ]
+WINDOWED_LAYOUTS = [
+    ("2-2-1", RankOrder.PAPER),
+    ("1-4-1", RankOrder.PAPER),
+    ("2-1-2", RankOrder.MEGATRON),
+    ("2-1-2 v=2", RankOrder.MEGATRON),
+]
+"""Layouts of models with windows, whose rows are not divided."""
 MODELS = [
     (family, tied) for family in FAMILIES for tied in (False, True) if (family, tied) != ("deepseek_v3", True)
 ]
@@ -125,12 +132,14 @@ def test_log_probs_and_round_trip_of_every_family_and_layout(
         torch.randint(0, 131, (rows, length), generator=generator) for rows, length in ((3, 9), (1, 14))
     ]
 
-    by_rank = run_ranks(4, forward_and_export, source, batches, LAYOUTS, exports)
+    layouts = WINDOWED_LAYOUTS if ModelShape.from_folder(source).windows else LAYOUTS
 
-    assert_outcomes(model, batches, LAYOUTS, by_rank)
+    by_rank = run_ranks(4, forward_and_export, source, batches, layouts, exports)
+
+    assert_outcomes(model, batches, layouts, by_rank)
     original = read_checkpoint(source)
     assert ("lm_head.weight" in original) is not tied
-    for sizes, order in LAYOUTS:
+    for sizes, order in layouts:
         folder = exports / f"{sizes}-{order.name}"
         files = list(folder.glob("*.safetensors"))
         assert len(files) > 1
@@ -143,29 +152,56 @@ def test_log_probs_and_round_trip_of_every_family_and_layout(
     assert torch.equal(loaded(batches[0]).logits, model(batches[0]).logits)
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+SCALINGS: dict[str, dict[str, Any]] = {
+    # It slows the rotations that take more than 2048 positions; a short sequence does not show it.
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+    "latent yarn": YARN,
 }
 
 
-@pytest.mark.parametrize(("family", "scaling"), [("llama", LLAMA3), ("deepseek_v3", YARN)])
-def test_rope_scaling(family: str, scaling: dict[str, Any], tmp_path: Path, run_ranks: RankLauncher):
-    long: dict[str, Any] = {"max_position_embeddings": 32768, "num_hidden_layers": 2}
-    rotary = {"rope_theta": 10000.0, **scaling}
-    scaled = write_model(tmp_path / "scaled", family, rope_parameters=rotary, **long)
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_rope_scaling(kind: str, tmp_path: Path, run_ranks: RankLauncher):
+    scaling = {"rope_theta": 10000.0, **SCALINGS[kind]}
+    positions = int(scaling["factor"] * scaling.get("original_max_position_embeddings", 8192))
+    family = "deepseek_v3" if kind == "latent yarn" else "llama"
+    long: dict[str, Any] = {"max_position_embeddings": positions, "num_hidden_layers": 2}
+    scaled = write_model(tmp_path / "scaled", family, rope_parameters=scaling, **long)
     plain = write_model(tmp_path / "plain", family, **long)
-    # Llama's slows the rotations that take more than 2048 positions; a short sequence does not show it.
-    tokens = torch.randint(0, 131, (1, 1200), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 131, (1, 1000), generator=torch.Generator().manual_seed(0))
     assert (reference(scaled, tokens)[0] - reference(plain, tokens)[0]).abs().max() > 100 * TOLERANCE
-    layouts = [("1-2-1", RankOrder.PAPER), ("2-1-1", RankOrder.PAPER)]
+    layouts = [("1-2-1", RankOrder.PAPER), ("2-1-1", RankOrder.PAPER), ("1-1-1 c=2", RankOrder.PAPER)]
 
     by_rank = run_ranks(2, forward_and_export, tmp_path / "scaled", [tokens], layouts, tmp_path / "exports")
 
     assert_outcomes(scaled, [tokens], layouts, by_rank)
+
+
+WINDOWED = {
+    "mistral": {"sliding_window": 4},
+    "phi3": {"sliding_window": 4},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
+}
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_windows(family: str, tmp_path: Path, run_ranks: RankLauncher):
+    windowed = write_model(tmp_path / "windowed", family, **WINDOWED[family])
+    full = write_model(tmp_path / "full", family)
+    tokens = torch.randint(0, 131, (2, 30), generator=torch.Generator().manual_seed(0))
+    assert (reference(windowed, tokens)[0] - reference(full, tokens)[0]).abs().max() > 100 * TOLERANCE
+    layouts = [("1-2-1", RankOrder.PAPER), ("2-1-1", RankOrder.PAPER)]
+
+    by_rank = run_ranks(2, forward_and_export, tmp_path / "windowed", [tokens], layouts, tmp_path / "exports")
+
+    assert_outcomes(windowed, [tokens], layouts, by_rank)
 
 
 def export_over(rank: int, source: Path, target: Path) -> None:

@@ -35,6 +35,12 @@ YARN = {
     "mscale_all_dim": 0.5,  # not mscale, so that the factor of sines matters as well as that of scores
 }
 """Rotary scaling of a context of 64 tokens."""
+FEATURES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 4, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24},
+}
+"""Family -> entries of the configuration that make its peculiarities matter in a short sequence."""
+CENTRED = ("gemma3_text",)
+"""Families whose norms multiply by 1 + weight."""
 
 
 def write_model(
@@ -49,7 +55,15 @@ def write_model(
     described = FAMILIES[family]
     labels = {"num_labels": num_labels} if num_labels else {}
     experts = {key: EXPERTS[field] for field, key in described.expert_keys.items() if field in EXPERTS}
-    values = {**SIZES, **experts, **described.built_config, **labels, **sizes, "tie_word_embeddings": tied}
+    values = {
+        **SIZES,
+        **experts,
+        **described.built_config,
+        **FEATURES.get(family, {}),
+        **labels,
+        **sizes,
+        "tie_word_embeddings": tied,
+    }
     if described.latent_keys:
         values["num_key_value_heads"] = values["num_attention_heads"]
         values["head_dim"] = values["qk_rope_head_dim"]
@@ -57,7 +71,7 @@ def write_model(
     model: PreTrainedModel = getattr(transformers, described.architectures[bool(num_labels)])(config)
     generator = torch.Generator().manual_seed(20)
     for name, parameter in model.named_parameters():
-        mean = 1.0 if "norm" in name else 0.0
+        mean = 1.0 if "norm" in name and family not in CENTRED else 0.0
         parameter.data.normal_(mean, 0.15, generator=generator)
     model.to(getattr(torch, dtype))
     for name, buffer in model.named_buffers():

@@ -33,7 +33,9 @@ EXPERTS = {
     "deepseek_v3": ("mlp.", ("gate_proj", "up_proj", "down_proj")),
 }
 """Mixture of experts -> prefix of its router and experts, and names of gate, up and down."""
-QK_NORM = ("qwen3", "qwen3_moe")
+QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text")
+FOUR_NORMS = ("gemma3_text",)
+"""Families with norms before and after attention and MLP."""
 LATENT = LatentSizes(query_rank=3, key_value_rank=512, plain_head_dim=2, rotary_head_dim=64, value_head_dim=3)
 """Sizes of latent attention, of which vLLM fixes two."""
 LATENT_NORMS = {
@@ -198,7 +200,15 @@ def megatron_reference(
                 values = tensors[f"{old}self_attn.{its}.weight"]
                 local[f"{new}self_attention.{mine}"] = values if axis is None else part(values, axis)
         local[new + input_norm] = tensors[old + HF_NORMS[0]]
-        local[new + (PRE_MLP_NORM if has_experts else mlp_norm)] = tensors[old + HF_NORMS[1]]
+        pre_mlp = new + (PRE_MLP_NORM if has_experts else mlp_norm)
+        local[pre_mlp] = tensors[old + HF_NORMS[1]]
+        if shape.family in FOUR_NORMS:
+            local[pre_mlp] = tensors[old + "pre_feedforward_layernorm.weight"]
+            for linear, place in (
+                ("self_attention.linear_proj", "attention"),
+                ("mlp.linear_fc2", "feedforward"),
+            ):
+                local[f"{new}{linear}.post_layernorm.weight"] = tensors[f"{old}post_{place}_layernorm.weight"]
         kinds = () if shape.latent else ("weight", "bias") if shape.family == "qwen2" else ("weight",)
         for kind in kinds:
             fused = megatron_qkv(shape, *attention_rows(shape, tensors, old, kind))
@@ -294,7 +304,8 @@ def vllm_reference(
             for x in "qk":
                 local[f"{prefix}self_attn.{x}_norm.weight"] = tensors[f"{prefix}self_attn.{x}_norm.weight"]
         local[prefix + "self_attn.o_proj.weight"] = part(tensors[prefix + "self_attn.o_proj.weight"], 1)
-        for norm in HF_NORMS:
+        added = ("pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight")
+        for norm in (*HF_NORMS, *(added if shape.family in FOUR_NORMS else ())):
             local[prefix + norm] = tensors[prefix + norm]
         if shape.latent and shape.expert_layer(layer):
             bias, shared = prefix + "mlp.gate.e_score_correction_bias", prefix + "mlp.shared_experts."

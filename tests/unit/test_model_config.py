@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -85,7 +86,7 @@ def test_rotary_settings_of_both_config_styles(form: str) -> None:
 BAD = {
     "no architecture": (
         {"architectures": None},
-        r"^architectures=\[\] is not supported; use one of Deepseek.*Llama.*Qwen3",
+        r"^architectures=\[\] is not supported; use one of Deepseek.*Gemma3.*Qwen3",
     ),
     "another architecture": (
         {"architectures": ["GPT2LMHeadModel"]},
@@ -127,8 +128,8 @@ BAD = {
     "mlp bias": ({"mlp_bias": True}, "^mlp_bias=true is not supported"),
     "activation": ({"hidden_act": "gelu"}, "^hidden_act='gelu' is not supported; it must be 'silu'"),
     "rotary kind": (
-        {"rope_scaling": {"type": "yarn", "factor": 2.0}},
-        "^rope_type='yarn' is not supported; use 'def",
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "^rope_type='dynamic' is not supported; use 'def",
     ),
     "two styles that differ": (
         {
@@ -209,17 +210,42 @@ BAD = {
         {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0]},
         r"^decoder_sparse_step=1 with mlp_only_layers=\[0\] is not supported; use a model with experts",
     ),
-    "a window by its size": (
-        {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
-        r"^sliding_window=4096 is not supported; use a model with full attention \(sliding_window: null\)",
+    "a window that is not a number": (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": "4k"},
+        '^sliding_window="4k" must be a positive integer, or null if no layer has a window; restore',
     ),
-    "a window that goes without saying": (
-        {"architectures": ["MistralForCausalLM"]},
-        "^sliding_window=4096 is not supported",
+    "windows in some layers": (
+        {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "max_window_layers": 2},
+        r"^layer_types=\['full_attention', 'sliding_attention'\] \(layers before max_window_layers are full\) are not",
     ),
-    "Phi-3 mini's window": (
-        {"architectures": ["Phi3ForCausalLM"], "sliding_window": 2047},
-        "^sliding_window=2047 is not supported",
+    "layers with windows that are off": (
+        {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["sliding_attention"] * 3},
+        r"^layer_types=\['sliding_attention'\] without use_sliding_window; restore",
+    ),
+    "Gemma's layers": (
+        {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["sliding_attention"]},
+        r"^layer_types=\['sliding_attention'\] must name full_attention or sliding_attention for each of the 3 layers",
+    ),
+    "Gemma without a window": (
+        {"architectures": ["Gemma3ForCausalLM"], "sliding_window": None},
+        "^sliding_window=null must be a positive integer, or null if no layer has a window; restore",
+    ),
+    "Gemma's softcapping": (
+        {"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0},
+        "^final_logit_softcapping=30.0 is not supported",
+    ),
+    "Gemma's activation": (
+        {"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu"},
+        "^hidden_activation='gelu' is not supported; it must be 'gelu_pytorch_tanh'",
+    ),
+    "Gemma's local rotary embeddings": (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}
+            },
+        },
+        "^rope_type='linear' of sliding_attention is not supported; it must be 'default'",
     ),
     "Phi-3's long rotary embeddings": (
         {"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}},
@@ -265,10 +291,6 @@ BAD = {
         {**DEEPSEEK, "rope_scaling": {**YARN, "attention_factor": 1.0}},
         "^attention_factor=1.0 of rope_type='yarn' is not supported; remove it$",
     ),
-    "YaRN elsewhere": (
-        {"rope_scaling": YARN},
-        "^rope_type='yarn' is not supported; use 'default' or 'llama3'$",
-    ),
     "partial rotary": (
         {"partial_rotary_factor": 0.5},
         "^partial_rotary_factor is not supported; it must be 1.0",
@@ -300,6 +322,58 @@ def test_null_counts_as_left_out(family: str) -> None:
     assert heads == reference.num_key_value_heads == 64
 
 
+WINDOWS = {
+    "Mistral, by default": ("Mistral", {"max_position_embeddings": 8192}, (4096,) * 3),
+    "Mistral, null": ("Mistral", {"sliding_window": None}, ()),
+    "Mistral, longer than any row": ("Mistral", {"sliding_window": 96}, ()),
+    "Phi-3 mini": ("Phi3", {"sliding_window": 47, "head_dim": None}, (47,) * 3),
+    "Qwen2, off": ("Qwen2", {"sliding_window": 32, "max_window_layers": 0}, ()),
+    "Qwen2, on": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0},
+        (32,) * 3,
+    ),
+    "Qwen3, on after the last layer": ("Qwen3", {"use_sliding_window": True, "sliding_window": 32}, ()),
+    "Gemma": ("Gemma3", {"sliding_window": 32, "sliding_window_pattern": 2}, (32, 0, 32)),
+    "Gemma, longer than any row": ("Gemma3", {}, (4096,) * 3),
+}
+
+
+@pytest.mark.parametrize("case", list(WINDOWS))
+def test_windows_of_layers(case: str) -> None:
+    name, changes, windows = WINDOWS[case]
+    contents = plain(architectures=[f"{name}ForCausalLM"]) | changes
+    shape = ModelShape.from_hf_config(contents)
+    assert shape.windows == windows
+    assert [shape.window(layer) for layer in range(3)] == list(windows or (0, 0, 0))
+    refused = ["c=2 divides rows"] if windows else []
+    assert [problem[:16] for problem in shape.cp_problems(2)] == refused
+    assert shape.cp_problems(1) == []
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_rotary_settings_of_gemma_in_both_styles(nested: bool) -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    contents = plain(architectures=["Gemma3ForCausalLM"], query_pre_attn_scalar=168)
+    contents |= (
+        {"rope_theta": 2e6, "rope_local_base_freq": 3e4, "rope_scaling": linear}
+        if not nested
+        else {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 2e6, **linear},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+            }
+        }
+    )
+    shape = ModelShape.from_hf_config(contents)
+    assert (shape.rope_type, shape.rope_theta, shape.window_rope_theta) == ("linear", 2e6, 3e4)
+    assert (shape.rope_scaling, shape.query_scalar) == ((("factor", 8.0),), 168)
+    assert shape.tied_embeddings
+    theirs: Any = transformers.Gemma3TextConfig.from_dict(contents).rope_parameters
+    assert theirs["full_attention"] == {"rope_theta": 2e6, **linear}
+    assert theirs["sliding_attention"]["rope_theta"] == 3e4
+
+
 def test_what_a_dense_model_may_say_of_experts_and_embeddings() -> None:
     shape = ModelShape.from_hf_config(plain(num_experts=0, model_type="llama", tie_word_embeddings=None))
     assert shape == ModelShape.from_hf_config(plain())
@@ -309,9 +383,10 @@ def test_what_a_dense_model_may_say_of_experts_and_embeddings() -> None:
 
 def test_every_architecture_is_accepted() -> None:
     for name, family in ARCHITECTURES.items():
-        own = {"architectures": [name], "sliding_window": None, **family.built_config}
+        window = 32 if family.name == "gemma3_text" else None
         heads = {"num_key_value_heads": 6} if family.latent_keys else {}
-        shape = ModelShape.from_hf_config(plain(**own, **heads))
+        own = {"architectures": [name], "sliding_window": window, **family.built_config, **heads}
+        shape = ModelShape.from_hf_config(plain(**own))
         assert shape.family == family.name
         assert bool(shape.num_labels) == name.endswith("ForSequenceClassification")
 

@@ -25,6 +25,7 @@ PUBLISHED = {
     "codellama-34b": 33_743_970_304,
     "mistral-7b": 7_248_023_552,
     "phi-4": 14_659_507_200,
+    "gemma3-1b": 999_885_952,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "mixtral-8x7b": 46_702_792_704,
@@ -54,6 +55,9 @@ def test_what_the_count_does_not_show() -> None:
     assert (qwen3.head_dim, qwen3.q_size, qwen3.hidden_size) == (128, 8192, 5120)
     assert "model.layers.0.self_attn.q_norm.weight" in qwen3.tensors
     assert "model.layers.0.self_attn.q_proj.bias" in qwen2.tensors
+    gemma = PRESETS["gemma3-1b"].shape()
+    assert [gemma.window(layer) for layer in range(7)] == [512] * 5 + [0, 512]
+    assert (gemma.rope_theta, gemma.window_rope_theta, gemma.query_scalar) == (1e6, 1e4, 256)
     assert {name: preset.shape().max_positions for name, preset in PRESETS.items() if "llama" in name} == {
         "llama3-8b": 8192,
         "llama3-70b": 8192,

@@ -33,7 +33,7 @@ def hf_config(family: str, task: str = "CausalLM", **changes: Any) -> Any:
     if family == LATENT:
         sizes |= {"num_key_value_heads": sizes["num_attention_heads"], "head_dim": 64}
     config = getattr(transformers, f"{family}Config")(**sizes)
-    config.architectures = [f"{family}For{task}"]
+    config.architectures = [PREFIXES[family].architectures[task == "SequenceClassification"]]
     return config
 
 

@@ -19,6 +19,7 @@ settings of one step           parameter groups hold a multiple of the weight de
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,16 +32,22 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import layers
-from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
 
-from hybridengine.backends.megatron.attention import PackedAttention, RmsNorm, WholeLinear
+from hybridengine.backends.megatron.attention import (
+    LayerAttention,
+    PackedAttention,
+    RmsNorm,
+    WholeLinear,
+    normed,
+)
 from hybridengine.backends.megatron.routing import Router
 from hybridengine.config.role_sections import OptimizerSection
-from hybridengine.families.family import ExpertSizes, NameSet
+from hybridengine.families.family import NameSet
 from hybridengine.families.registry import FAMILIES
 from hybridengine.models.shapes import ModelShape
 
@@ -54,7 +61,7 @@ multi_latent_attention.HAVE_TE = HAVE_TE  # 0.16 looks for what is missing witho
 
 def stage_spec(names: NameSet, shape: ModelShape, layers: range) -> TransformerBlockSubmodules:
     """Return the spec of a pipeline stage with these layers of a decoder, with parameters named as in `names`."""
-    specs = [_layer_spec(names, shape, shape.expert_layer(layer)) for layer in layers]
+    specs = [_layer_spec(names, shape, layer) for layer in layers]
     if names is NameSet.TRANSFORMER_ENGINE:
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -62,36 +69,53 @@ def stage_spec(names: NameSet, shape: ModelShape, layers: range) -> TransformerB
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RmsNorm)  # type: ignore[arg-type]
 
 
-def _layer_spec(names: NameSet, shape: ModelShape, experts: ExpertSizes | None) -> ModuleSpec:
-    is_latent, num_experts = shape.latent is not None, experts.num_experts if experts else None
-    qk_norm = FAMILIES[shape.family].qk_norm or is_latent
+def _layer_spec(names: NameSet, shape: ModelShape, layer: int) -> ModuleSpec:
+    family, experts, window = FAMILIES[shape.family], shape.expert_layer(layer), shape.window(layer)
+    is_latent = shape.latent is not None
+    features: dict[str, Any] = {
+        "qk_layernorm": family.qk_norm or is_latent,
+        "num_experts": experts.num_experts if experts else None,
+        "multi_latent_attention": is_latent,
+    }
+    norm: Any = RmsNorm
     if names is NameSet.TRANSFORMER_ENGINE:
-        layer = get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=qk_norm,
-            num_experts=num_experts,
-            moe_grouped_gemm=experts is not None,
-            multi_latent_attention=is_latent,
-        )
-        if experts:
-            _set_router(layer)
-        return layer
-    layer = get_gpt_layer_local_spec(
-        qk_layernorm=qk_norm,
-        num_experts=num_experts,
-        normalization="RMSNorm",
-        multi_latent_attention=is_latent,
-    )
-    attention: Any = layer.submodules.self_attention.submodules  # type: ignore[union-attr]
-    attention.core_attention = PackedAttention
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RmsNorm  # type: ignore[union-attr]
-    if is_latent:
-        attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
-        attention.q_layernorm = attention.kv_layernorm = RmsNorm
-    elif qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RmsNorm
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm = TENorm
+        spec = get_gpt_layer_with_transformer_engine_spec(**features, moe_grouped_gemm=experts is not None)
+    else:
+        spec = get_gpt_layer_local_spec(**features, normalization="RMSNorm")
+    parts: Any = spec.submodules
+    attention: Any = parts.self_attention.submodules
+    if names is NameSet.LOCAL:
+        attention.core_attention = functools.partial(PackedAttention, window=window)
+        parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
+        if is_latent:
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear
+            attention.q_layernorm = attention.kv_layernorm = RmsNorm
+        elif family.qk_norm:
+            attention.q_layernorm = attention.k_layernorm = RmsNorm
+    elif window:
+        attention.core_attention = functools.partial(_windowed, attention.core_attention, window)
+    if shape.window_rope_theta is not None:
+        parts.self_attention.module = LayerAttention
+        parts.self_attention.params = {**parts.self_attention.params, "rotary": int(window > 0)}
+    if family.post_norms:
+        attention.linear_proj = normed(attention.linear_proj, norm)
+        parts.mlp.submodules.linear_fc2 = normed(parts.mlp.submodules.linear_fc2, norm)
     if experts:
-        _set_router(layer)
-    return layer
+        _set_router(spec)
+    return spec
+
+
+def _windowed(attention: Any, window: int, *, config: TransformerConfig, **named: Any) -> nn.Module:
+    """Return Transformer Engine's attention to the last `window` positions.
+
+    Megatron-core counts layers with a window for the stages of its global state, which these may not be.
+    """
+    own = copy.copy(config)
+    own.window_size, own.window_attn_skip_freq = (window - 1, 0), None
+    return attention(config=own, **named)  # type: ignore[no-any-return]
 
 
 def _set_router(layer: ModuleSpec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -26,6 +27,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from hybridengine.backends.megatron.compat import fusion_without_apex, stage_spec
+from hybridengine.backends.megatron.rotary import set_frequencies, softmax_scale
 from hybridengine.backends.megatron.routing import connect_routers
 from hybridengine.backends.megatron.shim import device, device_shim, is_needed
 from hybridengine.backends.places import Places
@@ -54,8 +56,11 @@ FP8: dict[str, dict[str, Any]] = {
 }
 """Megatron-core's settings by `MegatronSettings.fp8`; delayed scaling needs its global process groups."""
 
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Values fixed in megatron-core's rotary scaling, in which only `factor` can be set."""
+ACTIVATIONS: dict[str, Any] = {
+    "silu": F.silu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+"""Activation of gates by its name in `Family.megatron_config`."""
 
 
 def available_names() -> NameSet:
@@ -134,7 +139,7 @@ def transformer_config(
             " requirements/gpu.lock.txt on a machine with a GPU, or set fp8=none"
         )
     of_family = FAMILIES[shape.family].megatron_config(shape)
-    of_family["activation_func"] = getattr(F, of_family["activation_func"])
+    of_family["activation_func"] = ACTIVATIONS[of_family["activation_func"]]
     config = (MLATransformerConfig if shape.latent else TransformerConfig)(
         **of_family,
         **RECOMPUTE[settings.recompute],
@@ -161,12 +166,13 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
+        softmax_scale=None if shape.latent else softmax_scale(shape),
         sequence_parallel=settings.sequence_parallel and sizes.tp_size > 1,
         calculate_per_token_loss=True,
         perform_initialization=False,
         use_cpu_initialization=not on_gpu,
         gradient_accumulation_fusion=has_te and settings.fusions,
-        bias_activation_fusion=on_gpu,
+        bias_activation_fusion=on_gpu and of_family["activation_func"] is F.silu,
         masked_softmax_fusion=on_gpu,
         persist_layer_norm=on_gpu,
         bias_dropout_fusion=False,
@@ -188,14 +194,8 @@ def build_chunks(
 ) -> list[GPTModel]:
     """Return this rank's virtual stages of the model, or its only stage, uninitialised.
 
-    Raises ConfigError for an unsupported rotary scaling, or for FP8 where there is none.
+    Raises ConfigError for FP8 where there is none.
     """
-    scaling = {} if shape.latent else dict(shape.rope_scaling)
-    factor = float(scaling.pop("factor", 8.0))
-    if scaling and scaling != LLAMA3_ROPE:
-        raise ConfigError(
-            f"rope_scaling={scaling} is not supported by megatron-core; it must be {LLAMA3_ROPE}"
-        )
     blocks = shape.split_layers(*sizes.blocks)
     chunks = []
     with device_shim(), fusion_without_apex():
@@ -212,16 +212,20 @@ def build_chunks(
                 parallel_output=True,
                 share_embeddings_and_output_weights=shape.tied_embeddings,
                 position_embedding_type="rope",
-                rotary_base=shape.rope_theta,  # pyright: ignore[reportArgumentType]  # any number: it is raised to powers
-                rope_scaling=bool(scaling),
-                rope_scaling_factor=factor,
                 pg_collection=groups,
                 vp_stage=chunk if sizes.virtual_stages > 1 else None,
             )
+            if shape.latent is None:  # latent attention has rotary embeddings of its own
+                set_frequencies(model, shape)
             _mark_sharded(model)
             if shape.experts is not None:
                 coefs = settings.router_aux_loss_coef, settings.router_z_loss_coef
                 connect_routers(model, blocks[block], shape.experts, coefs)
+            if block == 0 and FAMILIES[shape.family].scaled_embedding:
+                scale = (
+                    torch.tensor(shape.hidden_size**0.5).to(DTYPES[dtype]).item()
+                )  # rounded as weights are
+                model.embedding.register_forward_hook(functools.partial(_scaled, scale))
             if last:
                 place = groups.tp, config.sequence_parallel
                 model.output_layer = (  # type: ignore[assignment]
@@ -242,6 +246,10 @@ def _freeze_expert_bias(model: GPTModel) -> None:
         if isinstance(module, TopKRouter) and module.expert_bias is not None:
             module.expert_bias.data = module.expert_bias.data.float()
             module.enable_expert_bias = False  # which makes it count tokens for the change
+
+
+def _scaled(scale: float, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    return output * scale
 
 
 def _mark_sharded(model: GPTModel) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from tests.full.engines.hybrid_rounds import (
     prompts_of,
 )
 from tests.gloo.ranks import RankLauncher
-from tests.gloo.tiny_models import YARN, write_model
+from tests.gloo.tiny_models import YARN as LATENT_YARN
+from tests.gloo.tiny_models import write_model
 
 TOLERANCE = 1e-4
 MEBIBYTE = 2**20
@@ -42,8 +43,8 @@ class Case:
     train: str
     gen: str
     order: RankOrder = RankOrder.PAPER
-    scaling: Mapping[str, Any] | None = None
-    """Rotary scaling; None for plain rotary embeddings."""
+    features: Mapping[str, Any] = field(default_factory=dict)
+    """Further entries of the model's configuration."""
 
     @property
     def num_ranks(self) -> int:
@@ -58,20 +59,33 @@ class Case:
 
     def __str__(self) -> str:
         name = f"{self.family}-{'tied' if self.tied else 'untied'}-{self.train}-to-{self.gen}"
-        return f"{name}-{self.scaling['rope_type']}" if self.scaling else name
+        rotary = self.features.get("rope_parameters")
+        return f"{name}-{rotary['rope_type']}" if rotary else name
 
 
+WINDOW = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 CASES = [
-    Case("qwen3", True, "2-2-1", "1-1"),
+    Case("qwen3", True, "2-2-1", "1-1", features={"rope_parameters": YARN}),
     Case("phi3", False, "1-2-1", "1-1"),
-    Case("mistral", True, "2-1-1", "1-1"),
-    Case("llama", False, "2-1-2", "2-1", RankOrder.MEGATRON),  # pipelines [0, 2] and [1, 3]
-    Case("qwen2", True, "1-4-1", "1-2"),
+    Case("mistral", True, "2-1-1", "1-1", features={"sliding_window": 20}),
+    Case("gemma3_text", False, "1-2-1", "1-1", features={"sliding_window": 20}),
+    Case(
+        "llama", False, "2-1-2", "2-1", RankOrder.MEGATRON, {"rope_parameters": LINEAR}
+    ),  # pipelines [0, 2] and [1, 3]
+    Case("qwen2", True, "1-4-1", "1-2", features=WINDOW),
     Case("llama", True, "2-1-1 c=2 v=2", "1-1"),
     Case("qwen3_moe", False, "1-2-1 e=2 etp=1", "1-2 e=2"),
     Case("mixtral", False, "1-1-2 e=2", "1-1"),
     Case("deepseek_v3", False, "2-2-1 e=2 etp=1", "1-2 e=2"),
-    Case("deepseek_v3", False, "1-1-2 e=2", "1-1", scaling=YARN),
+    Case(
+        "deepseek_v3",
+        False,
+        "1-1-2 e=2",
+        "1-1",
+        features={"rope_parameters": {"rope_theta": 1e4, **LATENT_YARN}},
+    ),
 ]
 """One for each family, with gathers over both axes, one of them, and none; context ranks with virtual stages."""
 
@@ -100,10 +114,9 @@ def lived(
     # vLLM on a CPU requires a head_dim that is a multiple of 32; for some families it is hidden_size / num_heads.
     hidden_size = 256 if case.family in ("qwen2", "phi3") else 64
     sizes: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 256, "hidden_size": hidden_size}
+    sizes |= case.features
     if TrainSizes.parse(case.train).virtual_stages > 1:
         sizes["num_hidden_layers"] = 4
-    if case.scaling:
-        sizes["rope_parameters"] = {"rope_theta": 10000.0, **case.scaling}
     before = write_model(folder / "model", case.family, case.tied, **sizes)
     ranks = run_ranks(
         case.num_ranks,
