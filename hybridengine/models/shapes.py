@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, raise_all, shown
-from hybridengine.families.family import DecoderSizes, Family
+from hybridengine.families.adapters import adapter_tensors
+from hybridengine.families.family import AdapterSizes, DecoderSizes, Family, NameSet
 from hybridengine.families.registry import ARCHITECTURES, FAMILIES
 from hybridengine.files import read_object
 from hybridengine.models.config_json import (
@@ -138,7 +139,21 @@ class ModelShape(DecoderSizes):
             tensors[SCORE_HEAD] = (self.num_labels, self.hidden_size)
         elif not self.tied_embeddings:
             tensors[LM_HEAD] = (self.vocab_size, self.hidden_size)
-        return tensors
+        return tensors | self.adapter_tensors
+
+    @cached_property
+    def adapter_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Logical tensors of the adapters: name -> shape, in the model's order."""
+        found: dict[str, tuple[int, ...]] = {}
+        for layer in range(self.num_layers) if self.adapters else ():
+            family, tensors = FAMILIES[self.family], FAMILIES[self.family].layer_tensors(self, layer)
+            entries = [*family.megatron_layer(self, NameSet.LOCAL, layer)]
+            if experts := self.expert_layer(layer):
+                for number in range(experts.num_experts):
+                    entries += family.megatron_expert(self, NameSet.LOCAL, number, number)
+            factors = adapter_tensors(entries, self.adapters, tensors)  # type: ignore[arg-type]
+            found |= {layer_prefix(layer) + name: shape for name, shape in factors.items()}
+        return found
 
     @property
     def num_parameters(self) -> int:
@@ -147,6 +162,10 @@ class ModelShape(DecoderSizes):
     def with_score_head(self) -> ModelShape:
         """Return this shape with one score per token instead of a vocabulary."""
         return replace(self, num_labels=1, tied_embeddings=False)
+
+    def with_adapters(self, adapters: AdapterSizes | None) -> ModelShape:
+        """Return this shape with these adapters, or without."""
+        return replace(self, adapters=adapters)
 
     def weight_bytes(self, dtype: str) -> int:
         """Return M of the paper's table 2: bytes of all weights, each counted once."""
