@@ -96,6 +96,7 @@ class HfWriter:
         dtype: type of the tensors in the files.
         max_file_bytes: size limit of a file; a larger tensor has its own file.
         companions: folder whose configuration, tokenizer and model card are copied.
+        stem: beginning of the files' names.
     """
 
     def __init__(
@@ -105,12 +106,13 @@ class HfWriter:
         dtype: torch.dtype,
         max_file_bytes: int,
         companions: Path | None = None,
+        stem: str = "model",
     ) -> None:
         self._folder, self._partial = folder, folder.with_name(f".{folder.name}.partial")
         self._shapes, self._dtype, self._companions = dict(shapes), dtype, companions
         empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
         self._files = split_torch_state_dict_into_shards(
-            empty, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_bytes
+            empty, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=max_file_bytes
         )
         self._places = dict[str, tuple[Path, int]]()
         self.total_bytes = sum(_num_bytes(shape, dtype) for shape in shapes.values())

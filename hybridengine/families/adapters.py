@@ -41,6 +41,16 @@ def adapter_tensors(
     return found
 
 
+def peft_tensors(entries: Iterable[Entry], adapters: AdapterSizes) -> dict[str, str]:
+    """Return name in PEFT's files -> logical tensor, for the adapters of Megatron's `entries`."""
+    found: dict[str, str] = {}
+    for entry in _adapted(entries, adapters):
+        weights = _weights(entry)
+        found |= {factor_of(weight, "A"): factor_of(weights[0], "A") for weight in weights}
+        found |= {factor_of(weight, "B"): factor_of(weight, "B") for weight in weights}
+    return found
+
+
 def megatron_adapters(entries: Iterable[Entry], adapters: AdapterSizes | None) -> Iterator[Entry]:
     """Yield the parameters of the adapters of Megatron's `entries`."""
     for entry in _adapted(entries, adapters):

@@ -7,7 +7,7 @@ in terms of logical tensors. Nothing here imports torch or transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, raise_all, shown
-from hybridengine.families.adapters import adapter_tensors
-from hybridengine.families.family import AdapterSizes, DecoderSizes, Family, NameSet
+from hybridengine.families.adapters import adapter_tensors, peft_tensors
+from hybridengine.families.family import AdapterSizes, DecoderSizes, Entry, Family, NameSet
 from hybridengine.families.registry import ARCHITECTURES, FAMILIES
 from hybridengine.files import read_object
 from hybridengine.models.config_json import (
@@ -34,6 +34,8 @@ EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 SCORE_HEAD = "score.weight"
+PEFT_PREFIX = "base_model.model."
+"""Prefix of names in PEFT's files."""
 
 VOCAB_MULTIPLE = 64
 """Multiple to which vLLM pads vocabularies; Megatron's padding uses it too, so that shards nest."""
@@ -146,14 +148,26 @@ class ModelShape(DecoderSizes):
         """Logical tensors of the adapters: name -> shape, in the model's order."""
         found: dict[str, tuple[int, ...]] = {}
         for layer in range(self.num_layers) if self.adapters else ():
-            family, tensors = FAMILIES[self.family], FAMILIES[self.family].layer_tensors(self, layer)
-            entries = [*family.megatron_layer(self, NameSet.LOCAL, layer)]
-            if experts := self.expert_layer(layer):
-                for number in range(experts.num_experts):
-                    entries += family.megatron_expert(self, NameSet.LOCAL, number, number)
-            factors = adapter_tensors(entries, self.adapters, tensors)  # type: ignore[arg-type]
+            tensors = FAMILIES[self.family].layer_tensors(self, layer)
+            factors = adapter_tensors(self._linear_layers(layer), self.adapters, tensors)  # type: ignore[arg-type]
             found |= {layer_prefix(layer) + name: shape for name, shape in factors.items()}
         return found
+
+    @cached_property
+    def peft_tensors(self) -> dict[str, str]:
+        """Name of a tensor in PEFT's file of the adapters -> its logical tensor; fused projections share their A."""
+        return {
+            f"{PEFT_PREFIX}{layer_prefix(layer)}{name}": layer_prefix(layer) + tensor
+            for layer in range(self.num_layers if self.adapters else 0)
+            for name, tensor in peft_tensors(self._linear_layers(layer), self.adapters).items()  # type: ignore[arg-type]
+        }
+
+    def _linear_layers(self, layer: int) -> Iterator[Entry]:
+        """Yield Megatron's parameters of a decoder layer, with all experts."""
+        family, experts = FAMILIES[self.family], self.expert_layer(layer)
+        yield from family.megatron_layer(self, NameSet.LOCAL, layer)
+        for number in range(experts.num_experts if experts else 0):
+            yield from family.megatron_expert(self, NameSet.LOCAL, number, number)
 
     @property
     def num_parameters(self) -> int:

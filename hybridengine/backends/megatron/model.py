@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from hybridengine.backends.megatron.adapters import add_adapters
 from hybridengine.backends.megatron.compat import fusion_without_apex, stage_spec
 from hybridengine.backends.megatron.shim import device, device_shim, is_needed
 from hybridengine.backends.places import Places
@@ -224,6 +225,8 @@ def build_chunks(
                     if shape.num_labels
                     else VocabularyHead(model.output_layer, shape.vocab_size, *place)
                 )
+            if shape.adapters:
+                add_adapters(model, shape.adapters, groups, config.sequence_parallel)
             chunks.append(model.to(device=device(), dtype=DTYPES[dtype]))
     return chunks
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hybridengine.backends.megatron import compat
+from hybridengine.backends.megatron.adapters import adapters_off
 from hybridengine.backends.megatron.groups import build_groups
 from hybridengine.backends.megatron.model import DTYPES, build_chunks
 from hybridengine.backends.megatron.offload import OptimizerOffload
@@ -79,6 +80,11 @@ class MegatronModel:
         self.expect_weights()
         return self._runner.forward(batches, output)
 
+    def forward_base(self, batches: Sequence[MicroBatch], output: OutputFunction) -> list[dict[str, Tensor]]:
+        """Return the results of `forward` for the model without its adapters."""
+        with adapters_off(self._chunks):
+            return self.forward(batches, output)
+
 
 class MegatronTrainer(MegatronModel):
     """One rank's part of a model that is trained."""
@@ -115,7 +121,9 @@ class MegatronTrainer(MegatronModel):
         compat.group_buckets(self._replicated)
         compat.skip_exchange_with_oneself(self._replicated)
         owners, by_name = compat.split_parameter_buffers(self._replicated), self._parameters()
-        by_owner = {name: owners[parameter] for name, parameter in by_name.items()}
+        by_owner = {
+            name: owners[parameter] for name, parameter in by_name.items() if parameter.requires_grad
+        }
         self.weights = WeightStorage(by_name, by_owner, current=self._parameters)
         self._gradients: list[Tensor] = [buffer.grad_data for buffer in compat.buffers(self._replicated)]
         self._gradient_bytes = [buffer.untyped_storage().nbytes() for buffer in self._gradients]
@@ -177,7 +185,8 @@ class MegatronTrainer(MegatronModel):
     def optimizer_parts(self) -> dict[str, compat.OptimizerPart]:
         """Return parameter name -> this rank's part of the optimizer's state, for parameters of which it has one."""
         assert self._optimizer is not None, "start_optimizer comes first"
-        return compat.optimizer_parts(self._optimizer, self._parameters())
+        trained = {name: one for name, one in self._parameters().items() if one.requires_grad}
+        return compat.optimizer_parts(self._optimizer, trained)
 
     def counters(self) -> dict[str, int]:
         """Return the counters of optimizer and schedule, and the weights' version; the same on all ranks."""

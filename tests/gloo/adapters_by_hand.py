@@ -1,0 +1,75 @@
+"""Adapters by plain PyTorch: layers of a transformers model with A and B beside their weights, and PEFT's folder of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hybridengine.families.adapters import MODULES
+from hybridengine.families.family import AdapterSizes
+
+RANK, ALPHA = 8, 12.0
+ADAPTERS = AdapterSizes(RANK, ALPHA, MODULES)
+FUSED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+"""Projection -> the one whose A it shares."""
+PROJECTIONS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "qkv_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "gate_up_proj",
+    "down_proj",
+)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with an adapter."""
+
+    def __init__(self, layer: nn.Linear, lora_a: nn.Parameter, lora_b: nn.Parameter) -> None:
+        super().__init__()
+        self.layer, self.lora_a, self.lora_b = layer, lora_a, lora_b
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + ALPHA / RANK * F.linear(F.linear(x, self.lora_a), self.lora_b)
+
+
+def adapt(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Freeze the model and give its projections random adapters; return them by their names in PEFT's file."""
+    generator, found = torch.Generator().manual_seed(3), dict[str, nn.Parameter]()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    layers = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in PROJECTIONS
+    ]
+    for name, layer in layers:
+        parent, _, last = name.rpartition(".")
+        first = f"{parent}.{FUSED.get(last, last)}"
+        lora_b = nn.Parameter(0.1 * torch.randn(layer.out_features, RANK, generator=generator))
+        if name == first:
+            lora_a = nn.Parameter(0.1 * torch.randn(RANK, layer.in_features, generator=generator))
+        else:
+            lora_a = found[f"base_model.model.{first}.lora_A.weight"]
+        setattr(model.get_submodule(parent), last, Adapted(layer, lora_a, lora_b))
+        found[f"base_model.model.{name}.lora_A.weight"] = lora_a
+        found[f"base_model.model.{name}.lora_B.weight"] = lora_b
+    return found
+
+
+def write_peft(folder: Path, adapters: dict[str, nn.Parameter], **more: Any) -> None:
+    """Write adapters as peft does."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": PROJECTIONS, **more}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    tensors = {name: one.detach().clone() for name, one in adapters.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")

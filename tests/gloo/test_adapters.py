@@ -1,0 +1,103 @@
+"""Training of low-rank adapters at parallel sizes, compared with plain PyTorch in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hybridengine.backends.megatron.trainer import MegatronTrainer
+from hybridengine.backends.megatron.weights import save_weights, start_adapters
+from hybridengine.config.role_sections import MegatronSettings
+from hybridengine.families.adapters import is_of_adapter
+from hybridengine.models.shapes import ModelShape
+from hybridengine.topology.grid import Grid
+from hybridengine.topology.sizes import TrainSizes
+from hybridengine.weights.process_groups import ProcessGroups
+from tests.gloo import training_reference as reference
+from tests.gloo.adapters_by_hand import ADAPTERS, adapt, write_peft
+from tests.gloo.megatron_training import Outcome, check_steps, copy_weights, make_trainer, mean_loss, step
+from tests.gloo.ranks import RankLauncher
+from tests.gloo.tiny_models import write_model
+
+NUM_STEPS = 5
+PLAIN, FULL = MegatronSettings(), MegatronSettings(recompute="full")
+CASES: dict[int, list[tuple[str, MegatronSettings]]] = {
+    1: [("1-1-1", PLAIN), ("1-1-1", FULL), ("1-1-1", MegatronSettings(recompute="selective"))],
+    2: [
+        ("1-2-1", MegatronSettings(sequence_parallel=False)),
+        ("1-2-1", PLAIN),
+        ("1-2-1", FULL),
+        ("1-1-2", PLAIN),
+        ("2-1-1", FULL),
+        ("2-1-1 v=2", PLAIN),
+        ("1-1-1 c=2", PLAIN),
+    ],
+    4: [("2-2-1", FULL), ("1-2-2", PLAIN)],
+}
+"""Number of ranks -> sizes with features of Megatron-core."""
+MODELS = [("qwen2", True), ("phi3", False)]
+"""Families with three tensors and with one for q, k and v; tied and untied embeddings."""
+
+
+def adapted_trainer(
+    rank: int, folder: Path, adapters: Path, sizes: str, settings: MegatronSettings, registry: ProcessGroups
+) -> MegatronTrainer:
+    """Return a trainer of the adapters of a folder."""
+    shape = ModelShape.from_folder(folder).with_adapters(ADAPTERS)
+    trainer = make_trainer(
+        shape, Grid(TrainSizes.parse(sizes)), rank, registry, folder, features=settings
+    )
+    start_adapters(trainer, 0, adapters)
+    trainer.restart_optimizer()
+    return trainer
+
+
+def train_adapters(
+    rank: int, folder: Path, adapters: Path, cases: list[tuple[str, MegatronSettings]], out: Path
+) -> list[tuple[list[Outcome], bool, int]]:
+    """Return each case's steps, whether the frozen weights are bitwise the same, and the number of trained elements."""
+    registry, found = ProcessGroups(), []
+    for number, (sizes, settings) in enumerate(cases):
+        trainer = adapted_trainer(rank, folder, adapters, sizes, settings, registry)
+        before = copy_weights(trainer)
+        records = [step(trainer, index) for index in range(NUM_STEPS)]
+        outcomes = [(norm, mean_loss(losses) if losses else None) for norm, _, losses in records]
+        after = copy_weights(trainer)
+        kept = all(torch.equal(after[name], before[name]) for name in before if not is_of_adapter(name))
+        save_weights(trainer, registry, out / str(number), base=folder)
+        found.append((outcomes, kept, trainer.gradient_bytes // 4))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", CASES)
+@pytest.mark.parametrize(("family", "tied"), MODELS)
+def test_steps_of_adapters_equal_plain_pytorch(
+    family: str, tied: bool, num_ranks: int, tmp_path: Path, run_ranks: RankLauncher
+):
+    sizes: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 128}
+    model: Any = write_model(tmp_path / "model", family, tied=tied, **sizes)
+    adapters = adapt(model)
+    write_peft(tmp_path / "adapters", adapters)
+    expected = reference.train(model, reference.language_loss, NUM_STEPS)
+    cases = CASES[num_ranks]
+    by_rank = run_ranks(
+        num_ranks,
+        train_adapters,
+        tmp_path / "model",
+        tmp_path / "adapters",
+        cases,
+        tmp_path / "trained",
+        timeout_s=300,
+    )
+    each = [TrainSizes.parse(text) for text, _ in cases]
+    check_steps([[steps for steps, _, _ in outcomes] for outcomes in by_rank], each, expected)
+    assert all(kept for outcomes in by_rank for _, kept, _ in outcomes)
+    for number in range(len(cases)):
+        trained = load_file(tmp_path / "trained" / str(number) / "adapter_model.safetensors")
+        assert trained.keys() == adapters.keys()
+        for name, tensor in trained.items():
+            torch.testing.assert_close(tensor, adapters[name].detach(), rtol=1e-4, atol=2e-5)
