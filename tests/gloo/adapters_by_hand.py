@@ -42,8 +42,8 @@ class Adapted(nn.Module):
         return self.layer(x) + ALPHA / RANK * F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 
-def adapt(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Freeze the model and give its projections random adapters; return them by their names in PEFT's file."""
+def adapt(model: nn.Module, values: dict[str, Tensor] | None = None) -> dict[str, nn.Parameter]:
+    """Freeze the model and give its projections adapters with `values`, by default random; return them by PEFT's names."""
     generator, found = torch.Generator().manual_seed(3), dict[str, nn.Parameter]()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -63,6 +63,8 @@ def adapt(model: nn.Module) -> dict[str, nn.Parameter]:
         setattr(model.get_submodule(parent), last, Adapted(layer, lora_a, lora_b))
         found[f"base_model.model.{name}.lora_A.weight"] = lora_a
         found[f"base_model.model.{name}.lora_B.weight"] = lora_b
+    for name, value in (values or {}).items():
+        found[name].data = value
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ def build_llm(
     settings: EngineSettings,
     stages: Sequence[range],
     on_gpu: bool,
+    options: Mapping[str, Any],
 ) -> Any:
     from vllm import LLM
 
@@ -93,6 +94,7 @@ def build_llm(
         logprobs_mode="processed_logprobs",
         async_scheduling=False,  # decision 0044
         disable_log_stats=True,
+        **options,
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.backends.engine import Request, Response
+from hybridengine.backends.vllm.adapters import activate, base_name, lora_options, slots
 from hybridengine.backends.vllm.construction import (
     EngineSettings,
     build_llm,
@@ -61,15 +62,18 @@ class VllmEngine:
             importlib.import_module("vllm.v1.engine.core")
         with process_state_kept():
             install_groups(generation, identity)
-            self._llm = build_llm(folder, generation, settings, stages, on_gpu)
+            adapters = None if shape.merges_adapters else shape.adapters
+            options = lora_options(adapters, self.layout) if adapters else {}
+            self._llm = build_llm(folder, generation, settings, stages, on_gpu, options)
         self._engine = self._llm.llm_engine
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         prepare_pipeline(self._runner, generation)
+        adapter = activate(self._runner, adapters) if adapters else None
         self.weights = self._make_weights(on_gpu and bool(settings.cuda_graphs), on_gpu)
         self.version = 0
         """Version of the weights that produce the next tokens."""
         self._caches = _cache_storages(self._runner.kv_caches)
-        self._requests = RunningRequests(self._engine, self._runner)
+        self._requests = RunningRequests(self._engine, self._runner, adapter)
         self._settings, self._vocab_size = settings, shape.vocab_size
         self._is_ready = True
 
@@ -77,16 +81,17 @@ class VllmEngine:
         model = self._runner.model
         if on_gpu and not sleeps:
             return WeightStorage(self._parameters(), current=self._parameters)
-        whole = dict(model.named_parameters())
+        whole = {**dict(model.named_parameters()), **slots(model)}
         segments = CuMemSegments(whole.values()) if on_gpu else HostSegments(whole)
         return SleepingWeights(self._parameters(), model.buffers(), segments, self._parameters)
 
     def _parameters(self) -> dict[str, Tensor]:
         """Return the model's parameters by their names in the layout: those of experts one by one."""
-        found: dict[str, Tensor] = {}
-        for name, parameter in self._runner.model.named_parameters():
+        model = self._runner.model
+        found: dict[str, Tensor] = {name: slot[0, 0] for name, slot in slots(model).items()}
+        for name, parameter in model.named_parameters():
             if parameter.dim() < 3:
-                found[name] = parameter
+                found[base_name(name)] = parameter
             else:
                 found |= {f"{name}[{place}]": part for place, part in enumerate(parameter)}
         return found

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hybridengine.backends.engine import Response
@@ -25,6 +26,7 @@ from tests.full.engines.hybrid_rounds import (
     measure_memory,
     prompts_of,
 )
+from tests.gloo.adapters_by_hand import adapt, write_peft
 from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model
 
@@ -41,6 +43,8 @@ class Case:
     train: str
     gen: str
     order: RankOrder = RankOrder.PAPER
+    adapted: bool = False
+    """True if adapters are trained, which the engine has as vLLM's own."""
 
     @property
     def num_ranks(self) -> int:
@@ -54,7 +58,7 @@ class Case:
         return all(getattr(train, field) == getattr(gen, field) for field in fields)
 
     def __str__(self) -> str:
-        return f"{self.family}-{'tied' if self.tied else 'untied'}-{self.train}-to-{self.gen}"
+        return f"{self.family}-{'tied' if self.tied else 'untied'}-{self.train}-to-{self.gen}{'-adapted' * self.adapted}"
 
 
 CASES = [
@@ -66,8 +70,12 @@ CASES = [
     Case("llama", True, "2-1-1 c=2 v=2", "1-1"),
     Case("qwen3_moe", False, "1-2-1 e=2 etp=1", "1-2 e=2"),
     Case("mixtral", False, "1-1-2 e=2", "1-1"),
+    Case("qwen3", True, "2-2-1", "1-1", adapted=True),
+    Case("llama", False, "1-4-1", "1-2", adapted=True),
+    Case("phi3", False, "1-2-1", "1-2", adapted=True),
 ]
-"""One for each family, with gathers over both axes, one of them, and none; context ranks with virtual stages."""
+"""One for each family, with gathers over both axes, one of them, and none; context ranks with virtual stages; and adapters
+of families with one, two and three tensors for fused projections."""
 
 
 @dataclass(frozen=True)
@@ -97,15 +105,21 @@ def lived(
     if TrainSizes.parse(case.train).virtual_stages > 1:
         sizes["num_hidden_layers"] = 4
     before = write_model(folder / "model", case.family, case.tied, **sizes)
+    if case.adapted:
+        write_peft(folder / "adapters", adapt(before))
     ranks = run_ranks(
         case.num_ranks,
         live_through_rounds,
         folder / "model",
         (case.train, case.gen, case.order),
         folder / "trained",
+        folder / "adapters" if case.adapted else None,
         timeout_s=240,
     )
-    after = AutoModelForCausalLM.from_pretrained(folder / "trained", dtype=torch.float32)
+    whole = "model" if case.adapted else "trained"
+    after = AutoModelForCausalLM.from_pretrained(folder / whole, dtype=torch.float32)
+    if case.adapted:
+        adapt(after, load_file(folder / "trained" / "adapter_model.safetensors"))
     return Lived(case, ranks, before, after)
 
 
