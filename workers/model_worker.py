@@ -20,7 +20,7 @@ from hybridengine.backends.megatron.model import available_names
 from hybridengine.backends.megatron.outputs import response_log_probs
 from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTrainer
-from hybridengine.backends.megatron.weights import load_weights
+from hybridengine.backends.megatron.weights import load_weights, start_adapters
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
 from hybridengine.backends.predictions import Predictions
 from hybridengine.config import RunConfig
@@ -47,6 +47,8 @@ class ModelWorker:
         shape = ModelShape.from_folder(folder)
         if score_head:
             shape = shape.with_score_head()
+        if context.role == "actor":
+            shape = shape.with_adapters(run.actor.lora.adapters)
         self.shape = shape
         section: Any = getattr(run, context.role)
         self.max_tokens: int = section.micro_batch_tokens
@@ -61,11 +63,18 @@ class ModelWorker:
             settings=section if isinstance(section, MegatronSettings) else MegatronSettings(),
         )
         load_weights(self.model, folder)
+        start_adapters(self.model, run.run.seed, run.actor.lora.path)
 
-    def forward_rows(self, batch: TensorDictBase, output: OutputFunction) -> TensorDict | None:
-        """Return the response-aligned results of `output` for all rows, [B, R] each; None on all stages but the last."""
+    def forward_rows(
+        self, batch: TensorDictBase, output: OutputFunction, *, adapted: bool = True
+    ) -> TensorDict | None:
+        """Return the response-aligned results of `output` for all rows, [B, R] each; None on all stages but the last.
+
+        Unless `adapted`, the model computes without its adapters.
+        """
         micro = cut_rows(batch, self.max_tokens)
-        results = self.model.forward([part.columns for part in micro], output)
+        forward = self.model.forward if adapted else self.model.forward_base
+        results = forward([part.columns for part in micro], output)
         if not self.model.is_last_stage:
             return None
         width = self.run.rollout.max_response_tokens

@@ -12,11 +12,12 @@ from torch import Tensor
 from hybridengine.checkpoints.hf_files import HfWriter
 from hybridengine.errors import CheckpointError, UnreadableError
 from hybridengine.files import read_object
+from hybridengine.models.checkpoint_files import ADAPTER_CONFIG as CONFIG
+from hybridengine.models.checkpoint_files import ADAPTER_FILE as TENSORS
 from hybridengine.models.checkpoint_files import read_header
 from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.boxes import Box, full_box
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PLAIN = {
     "peft_type": "LORA",
     "bias": "none",

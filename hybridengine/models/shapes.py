@@ -173,6 +173,11 @@ class ModelShape(DecoderSizes):
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.tensors.values())
 
+    @property
+    def num_trained(self) -> int:
+        """Number of weights that are trained: those of adapters, or all of a model without."""
+        return sum(math.prod(shape) for shape in (self.adapter_tensors or self.tensors).values())
+
     def with_score_head(self) -> ModelShape:
         """Return this shape with one score per token instead of a vocabulary."""
         return replace(self, num_labels=1, tied_embeddings=False)

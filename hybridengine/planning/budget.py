@@ -185,11 +185,11 @@ def _phases(
 
 
 def _load(models: list[HeldModel], states: list[StateBytes]) -> int:
-    """Return the peak while models are built: each has its weights twice until Megatron's buffers replace its own."""
+    """Return the peak while models are built: each has its trained weights twice until Megatron's buffers replace its
+    own."""
     held = peak = 0
     for (_, _, memory), state in zip(models, states, strict=True):
-        copies = 2 if memory.gradients_bytes else 1
-        peak = max(peak, held + copies * memory.weights_bytes + memory.gradients_bytes)
+        peak = max(peak, held + memory.weights_bytes + memory.trained_bytes + memory.gradients_bytes)
         held += state.idle - memory.fp8_bytes
         peak = max(peak, held)
     return peak
@@ -259,7 +259,7 @@ def _save_bytes(config: RunConfig, models: list[HeldModel]) -> int:
     for holder, _, memory in models:
         if config.checkpoint.every and memory.gradients_bytes:
             num_parameters = memory.weights_bytes // DTYPE_BYTES[config.model.dtype]
-            whole = memory.optimizer_bytes + memory.weights_bytes // holder.sizes.dp_size
+            whole = memory.optimizer_bytes + memory.trained_bytes // holder.sizes.dp_size
             saved += min(SAVE_BYTES * num_parameters, whole) + SAVE_BUFFER_BYTES
     return saved
 

@@ -39,7 +39,8 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     total = shape.weight_bytes(config.model.dtype)
     return [
         f"model: {shape.family}, {shape.num_layers} layers, {shape.num_parameters:,} parameters,"
-        f" {format_bytes(total)} in {config.model.dtype}",
+        f" {format_bytes(total)} in {config.model.dtype}"
+        + (f"; {shape.num_trained:,} are trained, those of adapters" if shape.adapters else ""),
         *_pool_lines(config),
         *_engine_lines(config),
         "roles: "

@@ -61,10 +61,12 @@ def load_weights(model: MegatronModel, folder: str | Path) -> None:
 
 
 def start_adapters(model: MegatronModel, seed: int, folder: str | Path | None = None) -> None:
-    """Fill a rank's adapters from a PEFT folder, or as PEFT does: A at random, the same at all parallel sizes, B with 0.
+    """Fill a rank's adapters, if any, from a PEFT folder or as PEFT does: A at random, equal at all parallel sizes, B 0.
 
     Raises CheckpointError for the adapters of another model.
     """
+    if model.shape.adapters is None:
+        return
     saved = None if folder is None else PeftFolder(Path(folder), model.shape)
     for parameter in model.layout.shard(model.rank).parameters:
         for piece in parameter.pieces if is_of_adapter(parameter.name) else ():
@@ -74,7 +76,7 @@ def start_adapters(model: MegatronModel, seed: int, folder: str | Path | None = 
 
 def _initial(model: MegatronModel, seed: int, piece: Piece) -> Tensor:
     """Return a box of an adapter's initial value."""
-    rank, width = shape = model.shape.tensors[piece.tensor]
+    _, width = shape = model.shape.tensors[piece.tensor]
     if piece.tensor.endswith("lora_B.weight"):
         return torch.zeros(extents(piece.box))
     digest = hashlib.blake2b(f"{seed} {piece.tensor}".encode(), digest_size=8).digest()

@@ -10,6 +10,7 @@ from functools import lru_cache
 from hybridengine.config import RunConfig, holder_shape, model_holders, model_shape
 from hybridengine.config.role_sections import MegatronSettings
 from hybridengine.config.run_config import TRAINED
+from hybridengine.families.adapters import is_of_adapter
 from hybridengine.families.family import NameSet, is_of_expert
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 from hybridengine.reshard.layout import Shard
@@ -36,6 +37,9 @@ class Holding:
     """Number of parameter tensors."""
     num_of_experts: int = 0
     """Elements that belong to experts, which have replicas of their own."""
+    num_trained: int = 0
+    """Elements that are trained: those of adapters, or all of a model without."""
+    num_trained_of_experts: int = 0
 
 
 def training_holding(shape: ModelShape, sizes: TrainSizes, stage: int | None = None) -> Holding:
@@ -70,15 +74,18 @@ def _busy_stages(pp_size: int) -> tuple[int, ...]:
 
 
 def _most(shards: Iterable[Shard]) -> Holding:
-    counts = [
-        (
-            shard.num_elements,
-            len(shard.parameters),
-            sum(one.num_elements for one in shard.parameters if is_of_expert(one.name)),
-        )
-        for shard in shards
-    ]
-    return Holding(*map(max, zip(*counts, strict=True)))
+    return Holding(*map(max, zip(*map(_counts, shards), strict=True)))
+
+
+def _counts(shard: Shard) -> tuple[int, ...]:
+    trained = [one for one in shard.parameters if is_of_adapter(one.name)] or shard.parameters
+    return (
+        shard.num_elements,
+        len(shard.parameters),
+        sum(one.num_elements for one in shard.parameters if is_of_expert(one.name)),
+        sum(one.num_elements for one in trained),
+        sum(one.num_elements for one in trained if is_of_expert(one.name)),
+    )
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,8 @@ class ModelMemory:
     """Moments, and float32 master weights if the weights are not float32; sharded over the replicas of a weight."""
     fp8_bytes: int = 0
     """Copies of the matrices in 8 bits, from the first pass until training is left."""
+    trained_bytes: int = 0
+    """The weights that are trained: those of adapters, or all of a model without."""
 
     def states(self, *, is_actor: bool, offloads: bool, infer: int = 0, update: int = 0) -> StateBytes:
         """Return the bytes by activity, given the bytes of activations of forward passes and of updates."""
@@ -137,13 +146,14 @@ def model_memory(
     weights_bytes = num_elements * DTYPE_BYTES[dtype]
     if not trains:
         return ModelMemory(weights_bytes, 0, 0)
-    dense, each = num_elements - held.num_of_experts, optimizer_weight_bytes(dtype)
+    dense, each = held.num_trained - held.num_trained_of_experts, optimizer_weight_bytes(dtype)
     optimizer_bytes = -(-dense * each // (sizes.dp_size * sizes.cp_size))
-    optimizer_bytes += -(-held.num_of_experts * each // sizes.expert_replicas)
+    optimizer_bytes += -(-held.num_trained_of_experts * each // sizes.expert_replicas)
     layers = sum(map(len, shape.split_layers(*sizes.blocks)[:: sizes.pp_size]))
     matrices = layers * layer_weights(shape) // sizes.tp_size
     fp8_bytes = int(matrices * FP8_WEIGHT_BYTES[settings.fp8])
-    return ModelMemory(weights_bytes, num_elements * GRADIENT_BYTES, optimizer_bytes, fp8_bytes)
+    trained = held.num_trained * DTYPE_BYTES[dtype]
+    return ModelMemory(weights_bytes, held.num_trained * GRADIENT_BYTES, optimizer_bytes, fp8_bytes, trained)
 
 
 def engine_weight_bytes(config: RunConfig) -> int:
@@ -162,4 +172,4 @@ def checkpoint_bytes(config: RunConfig) -> int:
     dtype = config.model.dtype
     each = DTYPE_BYTES[dtype] + optimizer_weight_bytes(dtype)
     trained = (holder for holder in model_holders(config) if holder.role in TRAINED)
-    return sum(each * holder_shape(config, holder).num_parameters for holder in trained)
+    return sum(each * holder_shape(config, holder).num_trained for holder in trained)

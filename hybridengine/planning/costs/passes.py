@@ -146,7 +146,7 @@ class ModelPasses:
         )
         d = self.sizes.dp_size * c
         held = training_holding(self.shape, self.sizes)
-        memory = held.num_elements * (OPTIMIZER_TRAFFIC_BYTES / d + GRADIENT_TRAFFIC_BYTES)
+        memory = held.num_trained * (OPTIMIZER_TRAFFIC_BYTES / d + GRADIENT_TRAFFIC_BYTES)
         own = (
             memory / self.cluster.links.same_device.bytes_per_s
             + held.num_parameters * compute.parameter_s
@@ -156,7 +156,7 @@ class ModelPasses:
         fabric = Fabric(self.cluster, self.sizes.num_ranks)
         replicas = Axis(c, t), Axis(self.sizes.dp_size, p * t * c)
         gathers_s = [
-            fabric.all_gather_s(held.num_elements * num_bytes, *replicas)
+            fabric.all_gather_s(held.num_trained * num_bytes, *replicas)
             for num_bytes in (GRADIENT_BYTES, DTYPE_BYTES[self.dtype])
         ]
         exchanged = (1 - compute.overlap) * sum(gathers_s)
