@@ -71,7 +71,6 @@ class ActorWorker(TrainedWorker):
         assert generation is not None, "an actor's group has generation sizes"
         self._stop_token_ids = stop_token_ids
         self._divisor = float(run.rollout.max_response_tokens)
-        self._folder = folder
         self.trainer.leave_training()  # until HybridEngine has emptied the engine, which is built with weights of its own
         self._engine = VllmEngine(
             folder,
@@ -318,7 +317,7 @@ class ActorWorker(TrainedWorker):
     def export_model(self, folder: str, companions: str) -> None:
         """Write the policy as a Hugging Face checkpoint, with the config and tokenizer files of `companions`; if it has
         adapters, write these alone as a PEFT folder."""
-        save_weights(self.trainer, self.registry, folder, companions, base=self._folder)
+        save_weights(self.trainer, self.registry, folder, companions, base=self.folder)
 
 
 def _checked(loss: Any, path: str) -> SummedLoss:

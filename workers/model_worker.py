@@ -41,7 +41,7 @@ class ModelWorker:
     def __init__(
         self, context: RankContext, run: RunConfig, folder: str | Path, *, score_head: bool, trains: bool
     ) -> None:
-        self.context, self.run = context, run
+        self.context, self.run, self.folder = context, run, folder
         self.registry = process_groups(run.timeouts.collective_s)
         initialize_globals(run.run.seed)
         shape = ModelShape.from_folder(folder)
@@ -122,9 +122,11 @@ class TrainedWorker(ModelWorker):
             return CheckpointError(
                 f"an earlier save of {self.context.role} is still being written; see whether the disk hangs"
             )
-        counters = {"updates": self._updates, "skipped_in_a_row": self._skipped_in_a_row}
+        more: dict[str, Any] = {"updates": self._updates, "skipped_in_a_row": self._skipped_in_a_row}
+        if self.shape.adapters:
+            more["base"] = str(self.folder)
         try:
-            self._save = BackgroundSave(self.trainer, Path(folder), counters)
+            self._save = BackgroundSave(self.trainer, Path(folder), more)
         except CheckpointError as error:
             return error
         return None

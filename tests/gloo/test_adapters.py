@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hybridengine.backends.megatron.checkpoint import BackgroundSave, load_checkpoint
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.backends.megatron.weights import save_weights, start_adapters
+from hybridengine.checkpoints.conversion import export_role
+from hybridengine.checkpoints.folders import Checkpoint
+from hybridengine.checkpoints.peft_files import PeftFolder
+from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.config.role_sections import MegatronSettings
+from hybridengine.errors import CheckpointError
 from hybridengine.families.adapters import is_of_adapter
-from hybridengine.models.shapes import ModelShape
+from hybridengine.models.checkpoint_files import ADAPTER_CONFIG, ADAPTER_FILE
+from hybridengine.models.shapes import PEFT_PREFIX, ModelShape
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
 from hybridengine.weights.process_groups import ProcessGroups
 from tests.gloo import training_reference as reference
 from tests.gloo.adapters_by_hand import ADAPTERS, adapt, write_peft
+from tests.gloo.checkpoint_ranks import differing, empty_folder, ended, state_of
 from tests.gloo.megatron_training import Outcome, check_steps, copy_weights, make_trainer, mean_loss, step
 from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model
@@ -48,9 +57,7 @@ def adapted_trainer(
 ) -> MegatronTrainer:
     """Return a trainer of the adapters of a folder."""
     shape = ModelShape.from_folder(folder).with_adapters(ADAPTERS)
-    trainer = make_trainer(
-        shape, Grid(TrainSizes.parse(sizes)), rank, registry, folder, features=settings
-    )
+    trainer = make_trainer(shape, Grid(TrainSizes.parse(sizes)), rank, registry, folder, features=settings)
     start_adapters(trainer, 0, adapters)
     trainer.restart_optimizer()
     return trainer
@@ -97,7 +104,76 @@ def test_steps_of_adapters_equal_plain_pytorch(
     check_steps([[steps for steps, _, _ in outcomes] for outcomes in by_rank], each, expected)
     assert all(kept for outcomes in by_rank for _, kept, _ in outcomes)
     for number in range(len(cases)):
-        trained = load_file(tmp_path / "trained" / str(number) / "adapter_model.safetensors")
+        trained = load_file(tmp_path / "trained" / str(number) / ADAPTER_FILE)
         assert trained.keys() == adapters.keys()
         for name, tensor in trained.items():
             torch.testing.assert_close(tensor, adapters[name].detach(), rtol=1e-4, atol=2e-5)
+
+
+def resume_adapters(rank: int, folder: Path, adapters: Path, checkpoint: Path, out: Path) -> list[list[str]]:
+    """Save between two steps; return the differences after the second one of what loads it at the same sizes."""
+    registry = ProcessGroups()
+    trainer = adapted_trainer(rank, folder, adapters, "1-2-1", PLAIN, registry)
+    step(trainer, 0)
+    ended(BackgroundSave(trainer, empty_folder(checkpoint), {"base": str(folder)}))
+    step(trainer, 1)
+    found = []
+    for sizes in ("1-2-1", "2-1-1"):
+        resumed = adapted_trainer(rank, folder, adapters, sizes, PLAIN, registry)
+        load_checkpoint(resumed, checkpoint)
+        step(resumed, 1)
+        if sizes == "1-2-1":
+            found.append(differing(state_of(trainer), state_of(resumed)))
+        save_weights(resumed, registry, out / sizes)
+    return found
+
+
+def test_checkpoints_have_adapters_alone_and_resume_bitwise(tmp_path: Path, run_ranks: RankLauncher):
+    model: Any = write_model(tmp_path / "model", "qwen3", num_hidden_layers=4)
+    write_peft(tmp_path / "adapters", adapters := adapt(model))
+    checkpoint = tmp_path / "checkpoints" / "actor"
+    paths = tmp_path / "model", tmp_path / "adapters", checkpoint, tmp_path / "trained"
+    assert run_ranks(2, resume_adapters, *paths, timeout_s=120) == [[[]], [[]]]
+    assert all(".lora_" in name for name in TensorFolder(checkpoint).shapes)
+    one, other = (load_file(tmp_path / "trained" / sizes / ADAPTER_FILE) for sizes in ("1-2-1", "2-1-1"))
+    assert one.keys() == adapters.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-5, atol=1e-6)
+    export_role(Checkpoint(checkpoint.parent, 1), "actor", tmp_path / "exported")
+    exported = load_file(tmp_path / "exported" / ADAPTER_FILE)
+    config = json.loads((tmp_path / "exported" / ADAPTER_CONFIG).read_text())
+    assert exported.keys() == adapters.keys()
+    assert (config["r"], config["base_model_name_or_path"]) == (8, str(tmp_path / "model"))
+
+
+def load_wrong_adapters(rank: int, folder: Path, adapters: list[Path]) -> list[str]:
+    """Return the errors of loading folders."""
+    shape, errors = ModelShape.from_folder(folder).with_adapters(ADAPTERS), []
+    for path in adapters:
+        with pytest.raises(CheckpointError) as error:
+            PeftFolder(path, shape)
+        errors.append(str(error.value))
+    return errors
+
+
+def test_adapters_of_another_model_are_refused(tmp_path: Path):
+    model: Any = write_model(tmp_path / "model", "qwen3")
+    other: Any = write_model(tmp_path / "other", "qwen3", intermediate_size=128)
+    own = adapt(model)
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+        "other": (adapt(other), {}, "of another base model"),
+        "rank": (own, {"r": 16}, "r=16 differs from actor.lora.rank=8"),
+        "scaled": (own, {"use_rslora": True}, "use_rslora=True is not supported"),
+        "own_a": (
+            {**own, (name := PEFT_PREFIX + "model.layers.0.self_attn.v_proj.lora_A.weight"): own[name] + 1},
+            {},
+            "share one A",
+        ),
+    }
+    folders = [tmp_path / case for case in ("other", "rank", "scaled", "own_a")]
+    (tmp_path / "other").rename(tmp_path / "other_model")
+    for folder, (adapters, more, _) in zip(folders, cases.values(), strict=True):
+        write_peft(folder, adapters, **more)
+    errors = load_wrong_adapters(0, tmp_path / "model", folders)
+    for error, (_, _, expected) in zip(errors, cases.values(), strict=True):
+        assert expected in error

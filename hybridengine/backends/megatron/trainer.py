@@ -121,9 +121,7 @@ class MegatronTrainer(MegatronModel):
         compat.group_buckets(self._replicated)
         compat.skip_exchange_with_oneself(self._replicated)
         owners, by_name = compat.split_parameter_buffers(self._replicated), self._parameters()
-        by_owner = {
-            name: owners[parameter] for name, parameter in by_name.items() if parameter.requires_grad
-        }
+        by_owner = {name: owners[parameter] for name, parameter in by_name.items() if parameter.requires_grad}
         self.weights = WeightStorage(by_name, by_owner, current=self._parameters)
         self._gradients: list[Tensor] = [buffer.grad_data for buffer in compat.buffers(self._replicated)]
         self._gradient_bytes = [buffer.untyped_storage().nbytes() for buffer in self._gradients]

@@ -48,7 +48,13 @@ def activate(runner: Any, adapters: AdapterSizes) -> Any:
 
 def _scaled(add: Any, factor: float) -> Any:
     def add_lora_linear(
-        y: Tensor, x: Tensor, a: tuple[Tensor, ...], b: tuple[Tensor, ...], scale: float, *rest: Any, **more: Any
+        y: Tensor,
+        x: Tensor,
+        a: tuple[Tensor, ...],
+        b: tuple[Tensor, ...],
+        scale: float,
+        *rest: Any,
+        **more: Any,
     ) -> Any:
         return add(y, x, a, b, scale * factor, *rest, **more)
 
