@@ -71,7 +71,8 @@ class ActorWorker(TrainedWorker):
         assert generation is not None, "an actor's group has generation sizes"
         self._stop_token_ids = stop_token_ids
         self._divisor = float(run.rollout.max_response_tokens)
-        self.trainer.leave_training()  # until HybridEngine has emptied the engine, which is built with weights of its own
+        # Until HybridEngine has emptied the engine, which is built with weights of its own.
+        self.trainer.leave_training(for_engine=False)
         self._engine = VllmEngine(
             folder,
             self.shape,

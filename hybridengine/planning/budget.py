@@ -178,8 +178,8 @@ def _phases(
         "start": actor.weights_bytes + weights.gen_shard + cache + computing,
         "load": _load(models, states),
         "training step": training["training step"],
-        "switch": waiting + weights.peak,
-        "generation": waiting + weights.gen_shard + weights.redundant + cache + computing,
+        "switch": waiting + weights.peak + actor.kept_bytes,
+        "generation": waiting + actor.kept_bytes + weights.gen_shard + weights.redundant + cache + computing,
         "save": training["save"],
     }
 

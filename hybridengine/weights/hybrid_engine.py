@@ -56,6 +56,11 @@ class TrainingSide(Protocol):
         """Bytes currently owned by gradients."""
         ...
 
+    @property
+    def retained(self) -> WeightStorage:
+        """Weights besides `weights` that `leave_training` keeps until `enter_training`."""
+        ...
+
     def leave_training(self) -> None:
         """Release what only training needs: gradients without a pending step, and offloaded optimizer state."""
 
@@ -116,7 +121,8 @@ class HybridEngine:
                 " room for an engine on a full device; call leave_training() before the engine is built, and HybridEngine"
                 " calls enter_training()"
             )
-        self._ledger = StorageLedger({Mode.TRAINING: training.weights, Mode.GENERATING: generation.weights})
+        storages = {Mode.TRAINING: training.weights, Mode.GENERATING: generation.weights}
+        self._ledger = StorageLedger({**storages, "retained": training.retained})
         with _agreed(plan, rank, transport.group, verify):
             self._gather = PlanExecutor(
                 plan, rank, training.weights, generation.weights, transport, self._ledger

@@ -1,4 +1,4 @@
-"""Adapters by plain PyTorch: layers of a transformers model with A and B beside their weights, and PEFT's folder of them."""
+"""Adapters by plain PyTorch: layers of a transformers model with A and B beside their weights, and PEFT's folder."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from hybridengine.families.adapters import MODULES
 from hybridengine.families.family import AdapterSizes
@@ -42,8 +43,38 @@ class Adapted(nn.Module):
         return self.layer(x) + ALPHA / RANK * F.linear(F.linear(x, self.lora_a), self.lora_b)
 
 
+class LowRank(nn.Module):
+    """Adds an adapter to each of the stacked weights [E, out, in]."""
+
+    def __init__(self, weight: Tensor, generator: torch.Generator) -> None:
+        super().__init__()
+        num_experts, rows, columns = weight.shape
+        self.lora_a = nn.Parameter(0.1 * torch.randn(num_experts, RANK, columns, generator=generator))
+        self.lora_b = nn.Parameter(0.1 * torch.randn(num_experts, rows, RANK, generator=generator))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + ALPHA / RANK * self.lora_b @ self.lora_a
+
+
+def _adapt_experts(prefix: str, experts: Any, generator: torch.Generator) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    fused, down = (LowRank(getattr(experts, name), generator) for name in ("gate_up_proj", "down_proj"))
+    register_parametrization(experts, "gate_up_proj", fused)
+    register_parametrization(experts, "down_proj", down)
+    for number, lora_b in enumerate(fused.lora_b.data):
+        halves = dict(zip(("gate_proj", "up_proj"), lora_b.chunk(2), strict=True))
+        for half, rows in {**halves, "down_proj": down.lora_b.data[number]}.items():
+            lora_a = (down if half == "down_proj" else fused).lora_a.data[number]
+            found[f"{prefix}.{number}.{half}.lora_A.weight"] = lora_a
+            found[f"{prefix}.{number}.{half}.lora_B.weight"] = rows
+    return found
+
+
 def adapt(model: nn.Module, values: dict[str, Tensor] | None = None) -> dict[str, nn.Parameter]:
-    """Freeze the model and give its projections adapters with `values`, by default random; return them by PEFT's names."""
+    """Freeze the model and give its projections adapters with `values`, by default random; return them by PEFT's names.
+
+    transformers stacks the experts of a layer, so that theirs are views of stacks.
+    """
     generator, found = torch.Generator().manual_seed(3), dict[str, nn.Parameter]()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -63,8 +94,11 @@ def adapt(model: nn.Module, values: dict[str, Tensor] | None = None) -> dict[str
         setattr(model.get_submodule(parent), last, Adapted(layer, lora_a, lora_b))
         found[f"base_model.model.{name}.lora_A.weight"] = lora_a
         found[f"base_model.model.{name}.lora_B.weight"] = lora_b
+    for name, module in list(model.named_modules()):
+        if name.endswith(".experts"):
+            found |= _adapt_experts(f"base_model.model.{name}", module, generator)
     for name, value in (values or {}).items():
-        found[name].data = value
+        found[name].data.copy_(value)
     return found
 
 

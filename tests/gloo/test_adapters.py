@@ -48,8 +48,11 @@ CASES: dict[int, list[tuple[str, MegatronSettings]]] = {
     4: [("2-2-1", FULL), ("1-2-2", PLAIN)],
 }
 """Number of ranks -> sizes with features of Megatron-core."""
-MODELS = [("qwen2", True), ("phi3", False)]
-"""Families with three tensors and with one for q, k and v; tied and untied embeddings."""
+MIXTURE: dict[int, list[tuple[str, MegatronSettings]]] = {
+    2: [("1-1-2 e=2", PLAIN), ("1-2-1 e=2 etp=1", FULL), ("1-1-2", PLAIN)]
+}
+MODELS = [("qwen2", True, CASES), ("phi3", False, CASES), ("qwen3_moe", False, MIXTURE)]
+"""Families with three tensors and with one for q, k and v, tied and untied embeddings; and with experts."""
 
 
 def adapted_trainer(
@@ -80,17 +83,19 @@ def train_adapters(
     return found
 
 
-@pytest.mark.parametrize("num_ranks", CASES)
-@pytest.mark.parametrize(("family", "tied"), MODELS)
+@pytest.mark.parametrize(
+    ("family", "tied", "num_ranks", "cases"),
+    [(family, tied, *each) for family, tied, cases in MODELS for each in cases.items()],
+    ids=lambda value: "" if isinstance(value, list) else str(value),
+)
 def test_steps_of_adapters_equal_plain_pytorch(
-    family: str, tied: bool, num_ranks: int, tmp_path: Path, run_ranks: RankLauncher
+    family: str, tied: bool, num_ranks: int, cases: Any, tmp_path: Path, run_ranks: RankLauncher
 ):
     sizes: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 128}
     model: Any = write_model(tmp_path / "model", family, tied=tied, **sizes)
     adapters = adapt(model)
     write_peft(tmp_path / "adapters", adapters)
     expected = reference.train(model, reference.language_loss, NUM_STEPS)
-    cases = CASES[num_ranks]
     by_rank = run_ranks(
         num_ranks,
         train_adapters,

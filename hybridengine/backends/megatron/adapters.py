@@ -30,7 +30,9 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from hybridengine.errors import ConfigError
+from hybridengine.families.adapters import FACTORS
 from hybridengine.families.family import AdapterSizes, is_of_expert
+from hybridengine.weights.storage import WeightStorage
 
 ROW_PARALLEL = ("linear_proj", "linear_fc2")
 
@@ -53,8 +55,11 @@ def add_adapters(
                     " (etp > 1); set etp=1, or adapt linear_qkv and linear_proj alone"
                 )
             _Adapter(layer, name.rpartition(".")[2], adapters, group, sequence_parallel)
-            if is_of_expert(name):  # whose replicas are others
-                layer.lora_a.allreduce = layer.lora_b.allreduce = False  # type: ignore[union-attr]
+            if is_of_expert(name):
+                for factor in (layer.lora_a, layer.lora_b):
+                    factor.allreduce = False  # type: ignore[union-attr]  # over the replicas of the rest
+                    # No tensor-parallel rank has a duplicate: each has other experts.
+                    factor.tensor_model_parallel = True  # type: ignore[union-attr]
     if model.pre_process:
         model.embedding.register_forward_hook(_with_gradient)
 
@@ -127,3 +132,39 @@ def adapters_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for adapter in found:
             adapter.is_on = True
+
+
+class KeptBase:
+    """Frozen weights of adapted layers, kept while an engine has them with the adapters merged in.
+
+    They do not come back by subtraction: bits that the sum rounds away are lost.
+    """
+
+    def __init__(self, weights: WeightStorage, scale: float) -> None:
+        self._weights, self._scale = weights, scale
+        tensors: dict[str, Tensor] = {}
+        for name in weights.names:
+            if f"{name.removesuffix('weight')}lora_a" in weights and name.endswith(".weight"):
+                tensors[name] = torch.empty_like(weights[name])
+                tensors[name].untyped_storage().resize_(0)
+        self.storage = WeightStorage(tensors)
+        """The kept weights, by the names of those that they are copies of."""
+
+    def merge(self) -> None:
+        """Keep the weights, and add the adapters to those that a switch moves, rounded once."""
+        for name in self.storage.names:
+            if self.storage.is_live(name):
+                continue
+            own, layer = self._weights[name], name.removesuffix("weight")
+            lora_a, lora_b = (self._weights[layer + factor].float() for factor in FACTORS)
+            merged = torch.addmm(own.float(), lora_b, lora_a, alpha=self._scale)
+            self.storage.materialise([name])
+            self.storage[name].copy_(own)
+            own.copy_(merged)
+
+    def restore(self) -> None:
+        """Put the weights back that `merge` has changed, and release their copies."""
+        for name in self.storage.names:
+            if self.storage.is_live(name):
+                self._weights[name].copy_(self.storage[name])
+                self.storage.release([name])

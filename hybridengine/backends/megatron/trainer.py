@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hybridengine.backends.megatron import compat
-from hybridengine.backends.megatron.adapters import adapters_off
+from hybridengine.backends.megatron.adapters import KeptBase, adapters_off
 from hybridengine.backends.megatron.groups import build_groups
 from hybridengine.backends.megatron.model import DTYPES, build_chunks
 from hybridengine.backends.megatron.offload import OptimizerOffload
@@ -123,6 +123,8 @@ class MegatronTrainer(MegatronModel):
         owners, by_name = compat.split_parameter_buffers(self._replicated), self._parameters()
         by_owner = {name: owners[parameter] for name, parameter in by_name.items() if parameter.requires_grad}
         self.weights = WeightStorage(by_name, by_owner, current=self._parameters)
+        merges = shape.adapters is not None and shape.merges_adapters
+        self._kept = KeptBase(self.weights, shape.adapters.scale) if merges else None  # type: ignore[union-attr]
         self._gradients: list[Tensor] = [buffer.grad_data for buffer in compat.buffers(self._replicated)]
         self._gradient_bytes = [buffer.untyped_storage().nbytes() for buffer in self._gradients]
         self._runner = PipelineRunner(self._replicated, self._chunks, grid.sizes, self.groups)
@@ -268,17 +270,27 @@ class MegatronTrainer(MegatronModel):
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.groups.intra_dist_opt)
         return not found.item()
 
-    def leave_training(self) -> None:
-        """Release gradients that are not pending and weights in FP8; move offloaded optimizer state to host memory."""
+    @property
+    def retained(self) -> WeightStorage:
+        """Weights that stay while the engine has others in their place: those that it has with adapters merged in."""
+        return self._kept.storage if self._kept is not None else WeightStorage({})
+
+    def leave_training(self, *, for_engine: bool = True) -> None:
+        """Release gradients that are not pending and weights in FP8; move offloaded optimizer state to host memory; merge
+        the adapters that an engine needs merged, unless it is only being built."""
         compat.drop_fp8_weights(self._chunks)
         if not self._runner.has_gradients:
             for buffer in self._gradients:
                 buffer.untyped_storage().resize_(0)
         if self._offload is not None:
             self._offload.to_host()
+        if self._kept is not None and for_engine:
+            self._kept.merge()
 
     def enter_training(self) -> None:
-        """Reallocate gradient buffers, and move optimizer state back."""
+        """Take adapters out of the weights again, reallocate gradient buffers, and move optimizer state back."""
+        if self._kept is not None:
+            self._kept.restore()
         for buffer, num_bytes in zip(self._gradients, self._gradient_bytes, strict=True):
             buffer.untyped_storage().resize_(num_bytes)
         if self._offload is not None:

@@ -81,6 +81,10 @@ class Actor:
         fill(self.layout.shard(self.rank), self.weights, version)
         self.version = version
 
+    @property
+    def retained(self) -> WeightStorage:
+        return WeightStorage({})
+
     def leave_training(self) -> None:
         pass
 

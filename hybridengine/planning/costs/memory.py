@@ -40,6 +40,8 @@ class Holding:
     num_trained: int = 0
     """Elements that are trained: those of adapters, or all of a model without."""
     num_trained_of_experts: int = 0
+    num_adapted: int = 0
+    """Elements of frozen weights with adapters."""
 
 
 def training_holding(shape: ModelShape, sizes: TrainSizes, stage: int | None = None) -> Holding:
@@ -78,13 +80,16 @@ def _most(shards: Iterable[Shard]) -> Holding:
 
 
 def _counts(shard: Shard) -> tuple[int, ...]:
-    trained = [one for one in shard.parameters if is_of_adapter(one.name)] or shard.parameters
+    adapters = [one for one in shard.parameters if is_of_adapter(one.name)]
+    layers = {one.name.rpartition(".")[0] for one in adapters}
+    trained = adapters or shard.parameters
     return (
         shard.num_elements,
         len(shard.parameters),
         sum(one.num_elements for one in shard.parameters if is_of_expert(one.name)),
         sum(one.num_elements for one in trained),
         sum(one.num_elements for one in trained if is_of_expert(one.name)),
+        sum(one.num_elements for one in shard.parameters if one.name.removesuffix(".weight") in layers),
     )
 
 
@@ -113,6 +118,8 @@ class ModelMemory:
     """Copies of the matrices in 8 bits, from the first pass until training is left."""
     trained_bytes: int = 0
     """The weights that are trained: those of adapters, or all of a model without."""
+    kept_bytes: int = 0
+    """Frozen weights that stay while the engine has them with adapters merged in."""
 
     def states(self, *, is_actor: bool, offloads: bool, infer: int = 0, update: int = 0) -> StateBytes:
         """Return the bytes by activity, given the bytes of activations of forward passes and of updates."""
@@ -153,7 +160,10 @@ def model_memory(
     matrices = layers * layer_weights(shape) // sizes.tp_size
     fp8_bytes = int(matrices * FP8_WEIGHT_BYTES[settings.fp8])
     trained = held.num_trained * DTYPE_BYTES[dtype]
-    return ModelMemory(weights_bytes, held.num_trained * GRADIENT_BYTES, optimizer_bytes, fp8_bytes, trained)
+    kept = held.num_adapted * DTYPE_BYTES[dtype] if shape.merges_adapters else 0
+    return ModelMemory(
+        weights_bytes, held.num_trained * GRADIENT_BYTES, optimizer_bytes, fp8_bytes, trained, kept
+    )
 
 
 def engine_weight_bytes(config: RunConfig) -> int:

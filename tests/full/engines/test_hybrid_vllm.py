@@ -73,9 +73,10 @@ CASES = [
     Case("qwen3", True, "2-2-1", "1-1", adapted=True),
     Case("llama", False, "1-4-1", "1-2", adapted=True),
     Case("phi3", False, "1-2-1", "1-2", adapted=True),
+    Case("qwen3_moe", False, "1-2-1 e=2 etp=1", "1-2 e=2", adapted=True),
 ]
 """One for each family, with gathers over both axes, one of them, and none; context ranks with virtual stages; and adapters
-of families with one, two and three tensors for fused projections."""
+of families with one and with three tensors for q, k and v, and of experts."""
 
 
 @dataclass(frozen=True)
