@@ -58,14 +58,17 @@ class TrainingSide(Protocol):
 
     @property
     def retained(self) -> WeightStorage:
-        """Weights besides `weights` that `leave_training` keeps until `enter_training`."""
+        """Weights besides `weights` that are kept from `leave_training` until `take_back`."""
         ...
+
+    def take_back(self) -> None:
+        """Undo changes of weights that `leave_training` made for the engine; they are the trainer's again."""
 
     def leave_training(self) -> None:
         """Release what only training needs: gradients without a pending step, and offloaded optimizer state."""
 
     def enter_training(self) -> None:
-        """Reallocate the memory released by `leave_training`."""
+        """Undo `leave_training`: take weights back, and reallocate the memory that it released."""
 
 
 class GenerationSide(Protocol):
@@ -188,6 +191,7 @@ class HybridEngine:
             raise
         finally:
             self._cut_buckets = self._cut.num_complete
+        self._training.take_back()
         report = self._ledger.finish("to_train", Mode.TRAINING, self._training.gradient_bytes)
         return_memory_to_system()  # what the engine had: gradients are larger than its parts, which would stay cached
         self._training.enter_training()

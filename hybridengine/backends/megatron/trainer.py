@@ -287,10 +287,14 @@ class MegatronTrainer(MegatronModel):
         if self._kept is not None and for_engine:
             self._kept.merge()
 
-    def enter_training(self) -> None:
-        """Take adapters out of the weights again, reallocate gradient buffers, and move optimizer state back."""
+    def take_back(self) -> None:
+        """Take adapters out of the weights again."""
         if self._kept is not None:
             self._kept.restore()
+
+    def enter_training(self) -> None:
+        """Take adapters out of the weights, reallocate gradient buffers, and move optimizer state back."""
+        self.take_back()
         for buffer, num_bytes in zip(self._gradients, self._gradient_bytes, strict=True):
             buffer.untyped_storage().resize_(num_bytes)
         if self._offload is not None:

@@ -85,6 +85,9 @@ class Actor:
     def retained(self) -> WeightStorage:
         return WeightStorage({})
 
+    def take_back(self) -> None:
+        pass
+
     def leave_training(self) -> None:
         pass
 
