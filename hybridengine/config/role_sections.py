@@ -86,7 +86,7 @@ class LoraSection(Section):
     alpha: Positive = 32.0
     """Adapters count alpha / rank times."""
     modules: tuple[Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], ...] = MODULES
-    """Adapted layers, by Megatron's names: q, k and v; the attention's output; gate and up; down. Experts are included."""
+    """Adapted layers, by Megatron's names: q, k and v; the attention's output; gate and up; down; with experts."""
     path: PathText | None = None
     """PEFT folder whose adapters the run starts from; by default A is random and B is 0."""
 

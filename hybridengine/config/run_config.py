@@ -113,8 +113,8 @@ class RunConfig(Section):
 
     @property
     def model_roles(self) -> tuple[Role, ...]:
-        """Roles of the dataflow with weights of their own; excludes engines, roles scored only by functions, and a reference
-        that is the actor without its adapters."""
+        """Roles of the dataflow with weights of their own; excludes engines, roles scored only by functions, and the
+        reference of an actor with adapters, which is the actor without them."""
         used = self.algorithm.roles
         return tuple(
             role

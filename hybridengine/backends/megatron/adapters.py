@@ -124,7 +124,8 @@ def _product_input(layer: Any, given: Tensor) -> Tensor:
 @contextlib.contextmanager
 def adapters_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Compute with the frozen weights alone while the context is open."""
-    found = [module.adapter for chunk in chunks for module in chunk.modules() if hasattr(module, "adapter")]
+    modules = (module for chunk in chunks for module in chunk.modules())
+    found: list[Any] = [module.adapter for module in modules if hasattr(module, "adapter")]
     for adapter in found:
         adapter.is_on = False
     try:

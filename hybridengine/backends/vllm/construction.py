@@ -60,8 +60,9 @@ def build_llm(
     settings: EngineSettings,
     stages: Sequence[range],
     on_gpu: bool,
-    options: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
 ) -> Any:
+    """Return vLLM's `LLM`, without weights; `options` are further arguments."""
     from vllm import LLM
 
     if not on_gpu:
@@ -94,7 +95,7 @@ def build_llm(
         logprobs_mode="processed_logprobs",
         async_scheduling=False,  # decision 0044
         disable_log_stats=True,
-        **options,
+        **(options or {}),
     )
 
 

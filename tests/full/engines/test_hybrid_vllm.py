@@ -75,8 +75,8 @@ CASES = [
     Case("phi3", False, "1-2-1", "1-2", adapted=True),
     Case("qwen3_moe", False, "1-2-1 e=2 etp=1", "1-2 e=2", adapted=True),
 ]
-"""One for each family, with gathers over both axes, one of them, and none; context ranks with virtual stages; and adapters
-of families with one and with three tensors for q, k and v, and of experts."""
+"""One for each family, with gathers over both axes, one of them, and none; context ranks with virtual stages; and
+adapters of families with one and with three tensors for q, k and v, and of experts."""
 
 
 @dataclass(frozen=True)
