@@ -20,9 +20,10 @@ from hybridengine.backends.megatron.model import available_names
 from hybridengine.backends.megatron.outputs import response_log_probs
 from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTrainer
-from hybridengine.backends.megatron.weights import load_weights, start_adapters
+from hybridengine.backends.megatron.weights import fingerprint_of, load_weights, start_adapters
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
 from hybridengine.backends.predictions import Predictions
+from hybridengine.checkpoints.conversion import read_role
 from hybridengine.config import RunConfig
 from hybridengine.config.role_sections import MegatronSettings, TrainedSection
 from hybridengine.errors import CheckpointError, DataError, ProtocolError
@@ -30,6 +31,9 @@ from hybridengine.models.shapes import ModelShape
 from hybridengine.rows.micro_batches import cut_rows, draw_mini_batches, gather_rows
 from hybridengine.rows.protocols import ONE_TO_ALL, ROW_NUMBERS, RankContext, register
 from hybridengine.weights.process_groups import process_groups
+
+BASE = "base_fingerprint"
+"""Entry of role.json: the frozen weights beneath adapters."""
 
 
 class ModelWorker:
@@ -124,7 +128,7 @@ class TrainedWorker(ModelWorker):
             )
         more: dict[str, Any] = {"updates": self._updates, "skipped_in_a_row": self._skipped_in_a_row}
         if self.shape.adapters:
-            more["base"] = str(self.folder)
+            more |= {"base": str(self.folder), BASE: fingerprint_of(self.folder)}
         try:
             self._save = BackgroundSave(self.trainer, Path(folder), more)
         except CheckpointError as error:
@@ -146,6 +150,12 @@ class TrainedWorker(ModelWorker):
     @register(ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> bool:
         """Restore a checkpoint (`load_checkpoint`); return True if it has states of this rank's random generators."""
+        base = read_role(Path(folder)).get(BASE) if self.shape.adapters else None
+        if base not in (None, fingerprint_of(self.folder)):
+            raise CheckpointError(
+                f"{folder} has adapters of other weights than those of {self.folder}; set model.path to the model"
+                " that they were trained on"
+            )
         role = load_checkpoint(self.trainer, Path(folder))
         self._updates, self._skipped_in_a_row = role.get("updates", 0), role.get("skipped_in_a_row", 0)
         return load_random(Path(folder), self.context.rank)

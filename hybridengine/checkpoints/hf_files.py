@@ -7,6 +7,7 @@ Source: https://huggingface.co/docs/safetensors (format).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -38,6 +39,8 @@ from hybridengine.reshard.boxes import Box
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Names of types in safetensors files."""
+SAMPLE_BYTES = 2**18
+"""Size of a sample of a file's fingerprint."""
 COMPARED_ROWS = 4096
 """Number of rows of two tensors compared at a time."""
 
@@ -50,6 +53,18 @@ class SafetensorsFolder:
 
     def __contains__(self, tensor: str) -> bool:
         return tensor in self._files
+
+    def fingerprint(self) -> str:
+        """Return a digest of samples of the files, from their beginning, middle and end: it is that of the weights,
+        wherever the folder is."""
+        digest = hashlib.sha256()
+        for file in sorted(set(self._files.values())):
+            size = file.stat().st_size
+            with file.open("rb") as opened:
+                for start in (0, max(0, (size - SAMPLE_BYTES) // 2), max(0, size - SAMPLE_BYTES)):
+                    opened.seek(start)
+                    digest.update(opened.read(SAMPLE_BYTES))
+        return digest.hexdigest()
 
     def read(self, tensor: str, box: Box) -> Tensor:
         """Return one box of a tensor, possibly mapped from the file; CheckpointError if a value is NaN or infinite."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensordict import TensorDict
 
 from hybridengine.backends.megatron.checkpoint import BackgroundSave, load_checkpoint
 from hybridengine.backends.megatron.trainer import MegatronTrainer
@@ -17,11 +19,13 @@ from hybridengine.checkpoints.conversion import export_role
 from hybridengine.checkpoints.folders import Checkpoint
 from hybridengine.checkpoints.peft_files import PeftFolder
 from hybridengine.checkpoints.tensors import TensorFolder
+from hybridengine.config import RunConfig
 from hybridengine.config.role_sections import MegatronSettings
 from hybridengine.errors import CheckpointError
 from hybridengine.families.adapters import is_of_adapter
 from hybridengine.models.checkpoint_files import ADAPTER_CONFIG, ADAPTER_FILE
 from hybridengine.models.shapes import PEFT_PREFIX, ModelShape
+from hybridengine.rows.protocols import GroupTopology, RankContext
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
 from hybridengine.weights.process_groups import ProcessGroups
@@ -30,6 +34,7 @@ from tests.gloo.adapters_by_hand import ADAPTERS, adapt, write_peft
 from tests.gloo.checkpoint_ranks import differing, empty_folder, ended, state_of
 from tests.gloo.megatron_training import Outcome, check_steps, copy_weights, make_trainer, mean_loss, step
 from tests.gloo.ranks import RankLauncher
+from tests.gloo.sharded_ranks import TrainingActor
 from tests.gloo.tiny_models import write_model
 
 NUM_STEPS = 5
@@ -149,6 +154,77 @@ def test_checkpoints_have_adapters_alone_and_resume_bitwise(tmp_path: Path, run_
     config = json.loads((tmp_path / "exported" / ADAPTER_CONFIG).read_text())
     assert exported.keys() == adapters.keys()
     assert (config["r"], config["base_model_name_or_path"]) == (8, str(tmp_path / "model"))
+
+
+LENGTHS = (3, 4), (5, 2)
+"""Prompt and response of each row."""
+
+
+def actor_of(folder: Path, adapters: Path | None) -> TrainingActor:
+    """Return the actor's worker on one rank."""
+    run = RunConfig.model_validate(
+        {
+            "model": {"path": str(folder)},
+            "actor": {"lora": {"rank": 8, "alpha": 12.0, "path": adapters and str(adapters)}},
+            "rollout": {"max_prompt_tokens": 5, "max_response_tokens": 4},
+            "algorithm": {"name": "grpo"},
+        }
+    )
+    topology = GroupTopology(run.grid("actor"))
+    actor = TrainingActor(
+        RankContext("actor", 0, 1, topology, topology.grid.coordinate(0), "127.0.0.1"), run, folder
+    )
+    actor.start_optimizer()
+    return actor
+
+
+def work_as_reference(
+    rank: int, folder: Path, other: Path, adapters: Path, rows: TensorDict, checkpoint: Path
+) -> tuple[Any, Any, str]:
+    """Return log-probs with and without adapters, and the error of a checkpoint on other weights of the same sizes."""
+    actor = actor_of(folder, adapters)
+    found = actor.compute_log_probs(rows), actor.compute_base_log_probs(rows)
+    checkpoint.mkdir(parents=True)
+    assert actor.begin_save(str(checkpoint)) is None
+    while not actor.copy_save() or actor.end_save(last=False) is False:
+        time.sleep(0.01)
+    assert actor.end_save(last=False) is True
+    again = actor_of(folder, None)
+    again.load_checkpoint(str(checkpoint))
+    assert torch.equal(again.compute_log_probs(rows)["log_probs"], found[0]["log_probs"])
+    with pytest.raises(CheckpointError) as error:
+        actor_of(other, None).load_checkpoint(str(checkpoint))
+    return found[0]["log_probs"], found[1]["ref_log_probs"], str(error.value)
+
+
+def test_the_actor_without_adapters_is_the_reference(tmp_path: Path, run_ranks: RankLauncher):
+    model: Any = write_model(tmp_path / "model", "qwen3")
+    other: Any = write_model(tmp_path / "other", "qwen3")
+    other.model.norm.weight.data[0] += 1e-3
+    other.save_pretrained(tmp_path / "other")
+    tokens = torch.randint(131, (2, 9), generator=torch.Generator().manual_seed(7))
+    lengths = {"prompt_lengths": torch.tensor([3, 5]), "response_lengths": torch.tensor([4, 2])}
+    rows = TensorDict({"tokens": tokens, **lengths}, batch_size=[2])
+    base = row_log_probs(model, tokens)
+    write_peft(tmp_path / "adapters", adapt(model))
+    adapted = row_log_probs(model, tokens)
+    paths = tmp_path / "model", tmp_path / "other", tmp_path / "adapters"
+    (found,) = run_ranks(1, work_as_reference, *paths, rows, tmp_path / "checkpoint" / "actor", timeout_s=90)
+    for (with_adapters, without), row, (prompt, response) in zip(
+        zip(*found[:2], strict=True), range(2), LENGTHS, strict=True
+    ):
+        part = slice(prompt - 1, prompt - 1 + response)
+        torch.testing.assert_close(with_adapters[:response], adapted[row, part], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(without[:response], base[row, part], rtol=1e-4, atol=1e-4)
+        assert (adapted[row, part] - base[row, part]).abs().min() > 0.01
+    assert "adapters of other weights than those of" in found[2]
+
+
+def row_log_probs(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability of each token but the first, given those before it."""
+    with torch.no_grad():
+        log_probs = model(tokens).logits[:, :-1].log_softmax(-1)
+    return log_probs.gather(-1, tokens[:, 1:, None])[..., 0]
 
 
 def load_wrong_adapters(rank: int, folder: Path, adapters: list[Path]) -> list[str]:

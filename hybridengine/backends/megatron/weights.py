@@ -60,6 +60,11 @@ def load_weights(model: MegatronModel, folder: str | Path) -> None:
             target[piece.index].copy_(files.read(piece.tensor, piece.box))
 
 
+def fingerprint_of(folder: str | Path) -> str:
+    """Return the fingerprint of the weights in a checkpoint folder (`SafetensorsFolder.fingerprint`)."""
+    return SafetensorsFolder(folder).fingerprint()
+
+
 def start_adapters(model: MegatronModel, seed: int, folder: str | Path | None = None) -> None:
     """Fill a rank's adapters, if any, from a PEFT folder or as PEFT does: A at random, equal at all parallel sizes, B 0.
 
