@@ -10,7 +10,7 @@ from hybridengine.config.run_config import TRAINED
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.formatting import format_bytes
 from hybridengine.planning.budget import budget_of, pool_models
-from hybridengine.planning.costs.memory import engine_weight_bytes
+from hybridengine.planning.costs.memory import engine_weight_bytes, model_memory
 from hybridengine.planning.simulation.bound_prices import price_lines
 from hybridengine.planning.switch.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.topology.experts import named_expert_groups
@@ -37,6 +37,7 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     shape = model_shape(config)
     generation = config.generation_grid
     total = shape.weight_bytes(config.model.dtype)
+    kept = model_memory(shape, config.actor.parallel, config.model.dtype).kept_bytes
     return [
         f"model: {shape.family}, {shape.num_layers} layers, {shape.num_parameters:,} parameters,"
         f" {format_bytes(total)} in {config.model.dtype}"
@@ -55,7 +56,8 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
         f" ({cost.received_bytes_max / total:.1%} of the model), peak"
         f" {format_bytes(cost.peak_weight_bytes_max)} of weights (training shard"
         f" {format_bytes(cost.train_shard_bytes_max)}, generation shard {format_bytes(cost.gen_shard_bytes_max)}),"
-        f" redundant {format_bytes(cost.redundant_bytes_max)}; back: 0 B received",
+        f" redundant {format_bytes(cost.redundant_bytes_max)}; back: 0 B received"
+        + (f"; {format_bytes(kept)} of frozen weights stay beside merged ones" if kept else ""),
     ]
 
 
