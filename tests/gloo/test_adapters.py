@@ -183,13 +183,13 @@ def work_as_reference(
 ) -> tuple[Any, Any, str]:
     """Return log-probs with and without adapters, and the error of a checkpoint on other weights of the same sizes."""
     actor = actor_of(folder, adapters)
-    found = actor.compute_log_probs(rows), actor.compute_base_log_probs(rows)
+    found: list[Any] = [actor.compute_log_probs(rows), actor.compute_base_log_probs(rows)]
     checkpoint.mkdir(parents=True)
     assert actor.begin_save(str(checkpoint)) is None
     while not actor.copy_save() or actor.end_save(last=False) is False:
         time.sleep(0.01)
     assert actor.end_save(last=False) is True
-    again = actor_of(folder, None)
+    again: Any = actor_of(folder, None)
     again.load_checkpoint(str(checkpoint))
     assert torch.equal(again.compute_log_probs(rows)["log_probs"], found[0]["log_probs"])
     with pytest.raises(CheckpointError) as error:
