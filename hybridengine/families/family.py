@@ -66,6 +66,21 @@ class LatentSizes:
 
 
 @dataclass(frozen=True)
+class AdapterSizes:
+    """Low-rank adapters of a model's linear layers, whose own weights are frozen: W + alpha / rank * B A."""
+
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]
+    """Adapted layers, by the last part of Megatron's names."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
 class DecoderSizes:
     """Sizes of one model that a family needs to write its tables."""
 
@@ -90,6 +105,13 @@ class DecoderSizes:
     """Experts of a mixture of experts; None for a dense model."""
     latent: LatentSizes | None = None
     """Sizes of multi-head latent attention; None for plain attention."""
+    adapters: AdapterSizes | None = None
+    """Adapters that are trained in place of the weights; None for a model without."""
+
+    @property
+    def merges_adapters(self) -> bool:
+        """True if engines have no adapters of their own, but weights with the adapters merged in."""
+        return self.adapters is not None and self.experts is not None
 
     def expert_layer(self, layer: int) -> ExpertSizes | None:
         """Return the experts of a layer; None if it has an MLP."""

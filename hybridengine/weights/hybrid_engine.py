@@ -68,6 +68,17 @@ class TrainingSide(Protocol):
         """Bytes currently owned by gradients."""
         ...
 
+    @property
+    def retained(self) -> WeightStorage:
+        """Weights besides `weights` that are kept from `lend` until `take_back`."""
+        ...
+
+    def lend(self) -> None:
+        """Make the weights those that the engine needs: with adapters merged in, if it has none of its own."""
+
+    def take_back(self) -> None:
+        """Undo `lend`; does nothing without it."""
+
     def leave_training(self) -> None:
         """Release what only training needs: gradients without a pending step, and offloaded optimizer state."""
 
@@ -134,7 +145,8 @@ class HybridEngine:
                 f"rank {rank}: the trainer holds {format_bytes(training.gradient_bytes)} of gradients, which leave no"
                 " room for an engine on a full device; call leave_training() before the engine is built"
             )
-        self._ledger = StorageLedger({Mode.TRAINING: training.weights, Mode.GENERATING: generation.weights})
+        storages = {Mode.TRAINING: training.weights, Mode.GENERATING: generation.weights}
+        self._ledger = StorageLedger({**storages, "retained": training.retained})
         with _agreed(plan, rank, transport.group, verify):
             self._gather = PlanExecutor(
                 plan,
@@ -170,7 +182,9 @@ class HybridEngine:
             if self._back is Return.REGATHERED:
                 self._training.expect_masters()
             self._training.leave_training()
+            self._training.lend()
         except BaseException as error:  # no masters, no memory to offload to: no weight has moved yet
+            self._training.take_back()
             self._gather.refuse("leaving training", error)
             raise
         self._ledger.begin()
@@ -208,6 +222,7 @@ class HybridEngine:
             raise
         finally:
             self._cut_buckets = self._cut.num_complete
+        self._training.take_back()
         report = self._ledger.finish("to_train", Mode.TRAINING, self._training.gradient_bytes)
         return_memory_to_system()  # what the engine had: gradients are larger than its parts, which would stay cached
         self.mode = Mode.TRAINING
@@ -222,6 +237,7 @@ class HybridEngine:
         return_memory_to_system()
         if self._back is Return.REGATHERED:
             self._ledger.receive(self._training.regather())
+        self._training.take_back()
         report = self._ledger.finish("to_train", Mode.TRAINING, self._training.gradient_bytes)
         self.mode = Mode.TRAINING
         return report
@@ -253,6 +269,7 @@ class HybridEngine:
                 f" ({second}); resume from {self.resume_from or 'the last checkpoint'}"
             ) from second
         self._generation.weights.release()
+        self._training.take_back()
 
     def _expect(self, mode: Mode) -> None:
         if self.mode is Mode.LOST:

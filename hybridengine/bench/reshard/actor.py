@@ -82,11 +82,23 @@ class Actor:
         fill(self.layout.shard(self.rank), self.weights, version)
         self.version = version
 
+    @property
+    def retained(self) -> WeightStorage:
+        return WeightStorage({})
+
+    def lend(self) -> None:
+        pass
+
+    def take_back(self) -> None:
+        pass
+
     def leave_training(self) -> None:
         pass
 
     def expect_masters(self) -> None:
-        raise StorageError("the actor of a benchmark has no optimizer, whose master weights could be gathered")
+        raise StorageError(
+            "the actor of a benchmark has no optimizer, whose master weights could be gathered"
+        )
 
     def regather(self) -> int:
         raise NotImplementedError("expect_masters comes first")
