@@ -154,7 +154,7 @@ class MegatronTrainer(MegatronModel):
 
         Args:
             decay_steps: optimizer steps until `min_lr`; ignored by constant schedules.
-            offload: `none`, or `optimizer` to keep optimizer state in host memory while generating.
+            offload: `none`, or `optimizer` to keep optimizer state in host memory between updates.
         """
         self._settings = settings, decay_steps, offload
         config = OptimizerConfig(
