@@ -34,7 +34,8 @@ from hybridengine.checkpoints.making import complete_checkpoint
 from hybridengine.checkpoints.peft_files import PeftWriter
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError, UnreadableError
-from hybridengine.families.family import AdapterSizes, ExpertSizes, is_float32
+from hybridengine.families.family import is_float32
+from hybridengine.families.sizes import AdapterSizes, ExpertSizes
 from hybridengine.files import read_object
 from hybridengine.models.checkpoint_files import COMPANIONS_FOLDER, CONFIG_FILE
 from hybridengine.models.shapes import LM_HEAD, SCORE_HEAD, ModelShape

@@ -79,6 +79,12 @@ def _quantized(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
             (key,),
         )
         return
+    if config.actor.lora.rank:
+        yield Conflict(
+            f"{key}={rollout.quantization} with actor.lora.rank={config.actor.lora.rank} is not supported; set"
+            f" {key}=none, or actor.lora.rank=0",
+            (key, "actor.lora.rank"),
+        )
     if config.model.dtype != "bfloat16":
         yield Conflict(
             f"{key}={rollout.quantization} needs a model in bfloat16, and model.dtype={config.model.dtype}; set"

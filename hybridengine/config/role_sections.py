@@ -20,7 +20,7 @@ from hybridengine.config.values import (
     TrainSizesField,
 )
 from hybridengine.families.adapters import MODULES
-from hybridengine.families.family import AdapterSizes
+from hybridengine.families.sizes import AdapterSizes
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 LossAggregation = Literal["token", "sequence", "sequence_sum"]

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 
-from hybridengine.families.family import AdapterSizes, Columns, Entry, Rows, Stack, Whole
+from hybridengine.families.family import Columns, Entry, Rows, Stack, Whole
+from hybridengine.families.sizes import AdapterSizes
 
 MODULES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Linear layers of Megatron's decoder layers, those of experts among them."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hybridengine.families.family import DecoderSizes, Family
+from hybridengine.families.family import Family
+from hybridengine.families.sizes import DecoderSizes
 
 
 class Qwen2(Family):

@@ -16,15 +16,9 @@ from typing import Any
 
 from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, raise_all, shown
 from hybridengine.families.adapters import adapter_tensors, peft_tensors
-from hybridengine.families.family import (
-    AdapterSizes,
-    DecoderSizes,
-    Entry,
-    Family,
-    NameSet,
-    is_of_expert,
-)
+from hybridengine.families.family import Entry, Family, NameSet, is_of_expert
 from hybridengine.families.registry import ARCHITECTURES, FAMILIES
+from hybridengine.families.sizes import AdapterSizes, DecoderSizes
 from hybridengine.files import read_object
 from hybridengine.models.config_json import (
     MAX_PARAMETERS,

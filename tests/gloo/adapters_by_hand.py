@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from hybridengine.families.adapters import MODULES
-from hybridengine.families.family import AdapterSizes
+from hybridengine.families.sizes import AdapterSizes
 
 RANK, ALPHA = 8, 12.0
 ADAPTERS = AdapterSizes(RANK, ALPHA, MODULES)

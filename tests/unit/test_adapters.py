@@ -9,7 +9,7 @@ import pytest
 
 from hybridengine.config import load_config, model_holders
 from hybridengine.families.adapters import MODULES, is_of_adapter
-from hybridengine.families.family import AdapterSizes
+from hybridengine.families.sizes import AdapterSizes
 from hybridengine.models.presets import PRESETS
 from hybridengine.models.shapes import ModelShape
 from hybridengine.planning.costs.dataflows import calls_of

@@ -17,7 +17,7 @@ def sides(gradient_bytes: int) -> mock.Mock:
     """Return a trainer and an engine, with the calls that they get in one list."""
     both = mock.Mock()
     both.training.gradient_bytes, both.training.weights = gradient_bytes, WeightStorage({})
-    both.training.retained = WeightStorage({})
+    both.training.retained, both.training.take_back.return_value = WeightStorage({}), 0
     both.generation.weights = WeightStorage({"engine": torch.ones(3)})
     return both
 

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from hybridengine.errors import ConfigError
 from hybridengine.families.adapters import FACTORS
-from hybridengine.families.family import AdapterSizes, is_of_expert
+from hybridengine.families.family import is_of_expert
+from hybridengine.families.sizes import AdapterSizes
 from hybridengine.weights.storage import WeightStorage
 
 ROW_PARALLEL = ("linear_proj", "linear_fc2")

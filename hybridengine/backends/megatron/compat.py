@@ -40,8 +40,9 @@ from torch import nn
 from hybridengine.backends.megatron.attention import PackedAttention, RmsNorm, WholeLinear
 from hybridengine.backends.megatron.routing import Router
 from hybridengine.config.role_sections import OptimizerSection
-from hybridengine.families.family import ExpertSizes, NameSet
+from hybridengine.families.family import NameSet
 from hybridengine.families.registry import FAMILIES
+from hybridengine.families.sizes import ExpertSizes
 from hybridengine.models.shapes import ModelShape
 
 if not hasattr(moe_utils, "te_general_gemm"):

@@ -314,15 +314,43 @@ class MegatronTrainer(MegatronModel):
         if self._offload is not None:
             self._offload.to_host()
 
-    def lend(self) -> None:
-        """Merge adapters into the weights, for an engine without adapters of its own."""
+    def lend(self, *, regathers: bool = False) -> None:
+        """Merge adapters into the weights, for an engine without adapters of its own.
+
+        Raises StorageError if `take_back` is to gather weights of which the optimizer has no master weights.
+        """
+        if regathers:
+            self._expect_masters()
         if self._kept is not None:
             self._kept.merge()
 
-    def take_back(self) -> None:
-        """Take adapters out of the weights again."""
+    def _expect_masters(self) -> None:
+        if self._optimizer is None:
+            reason = "its optimizer has not started"
+        elif self.dtype == "float32":
+            reason = "its weights are in float32"
+        elif self.shape.adapters:
+            reason = "all but its adapters are frozen"
+        else:
+            return
+        raise StorageError(
+            f"the trainer has no master weights to gather again, since {reason}; keep its weights (Return.KEPT), or start"
+            " the optimizer of a model in bfloat16 without adapters first"
+        )
+
+    def take_back(self, *, regathers: bool = False) -> int:
+        """Take adapters out of the weights again, or gather weights from the optimizer's; return the bytes received."""
         if self._kept is not None:
             self._kept.restore()
+        if not regathers:
+            return 0
+        if self._offload is not None:
+            self._offload.to_device()
+        self.weights.materialise()
+        with device_shim():
+            received = compat.weights_from_masters(self._optimizer, self._replicated)
+        self.leave_training()
+        return received
 
     def enter_training(self) -> None:
         """Reallocate gradient buffers, and move optimizer state back; passes and steps begin with it."""
@@ -330,27 +358,6 @@ class MegatronTrainer(MegatronModel):
             buffer.untyped_storage().resize_(num_bytes)
         if self._offload is not None:
             self._offload.to_device()
-
-    def expect_masters(self) -> None:
-        """Raise StorageError if `regather` would fail: without an optimizer, or in float32 without masters."""
-        if self._optimizer is None or self.dtype == "float32":
-            reason = (
-                "its optimizer has not started" if self._optimizer is None else "its weights are in float32"
-            )
-            raise StorageError(
-                f"the trainer has no master weights to gather again, since {reason}; keep its weights (Return.KEPT), or"
-                " start the optimizer of a model in bfloat16 first"
-            )
-
-    def regather(self) -> int:
-        """Allocate the weights and fill them from the optimizer's master weights; return the bytes received.
-
-        Collective over the replicas.
-        """
-        self.enter_training()  # for offloaded master weights
-        self.weights.materialise()
-        with device_shim():
-            return compat.weights_from_masters(self._optimizer, self._replicated)
 
     @property
     def gradient_bytes(self) -> int:

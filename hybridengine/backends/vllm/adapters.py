@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.families.adapters import is_of_adapter
-from hybridengine.families.family import AdapterSizes
+from hybridengine.families.sizes import AdapterSizes
 from hybridengine.reshard.layout import Layout
 
 ID = 1

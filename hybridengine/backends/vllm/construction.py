@@ -27,7 +27,7 @@ FP8 = {
         "weight_block_size": [BLOCK, BLOCK],
     }
 }
-"""What the config.json of a checkpoint in FP8 has more: vLLM then makes matrices in FP8 with scales of their blocks."""
+"""Entries of config.json with which vLLM makes matrices in FP8 with scales of their blocks."""
 MEMORY_SHARE = 0.01
 """Share of the device that vLLM demands to be free at its start, although the KV cache has a size of its own."""
 
