@@ -71,7 +71,8 @@ class ActorWorker(TrainedWorker):
         assert generation is not None, "an actor's group has generation sizes"
         self._stop_token_ids = stop_token_ids
         self._divisor = float(run.rollout.max_response_tokens)
-        self.trainer.leave_training()  # until HybridEngine has emptied the engine, which is built with weights of its own
+        # Until HybridEngine has emptied the engine, which is built with weights of its own.
+        self.trainer.leave_training()
         self._engine = VllmEngine(
             folder,
             self.shape,
@@ -182,6 +183,15 @@ class ActorWorker(TrainedWorker):
                 rows = rows[((rollout["versions"] == self._version) | ~mask).all(1)]
             check_drift(rollout[rows], result["log_probs"][rows], bound, self._save_reproduction)
         return result
+
+    @register(PROTO_3D, SEQUENCE_COLUMNS, returns_rows=True)
+    def compute_base_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
+        """Return `ref_log_probs` [B, R] of the response tokens, under the frozen weights without adapters."""
+        return self.forward_rows(
+            rollout,
+            lambda output, columns: {"ref_log_probs": self.log_probs_of(output, columns)[0]},
+            adapted=False,
+        )
 
     def _save_reproduction(self, rows: dict[str, Tensor], drift: float) -> Path:
         """Save tokens and both log-probs with the version and layouts of the weights; return the path."""
@@ -316,8 +326,9 @@ class ActorWorker(TrainedWorker):
 
     @register(ONE_TO_ALL)
     def export_model(self, folder: str, companions: str) -> None:
-        """Write the policy as a Hugging Face checkpoint, with the config and tokenizer files of `companions`."""
-        save_weights(self.trainer, self.registry, folder, companions)
+        """Write the policy as a Hugging Face checkpoint, with the config and tokenizer files of `companions`; if it has
+        adapters, write these alone as a PEFT folder."""
+        save_weights(self.trainer, self.registry, folder, companions, base=self.folder)
 
 
 def _checked(loss: Any, path: str) -> SummedLoss:

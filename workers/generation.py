@@ -31,7 +31,7 @@ class EngineWorker:
         self, context: RankContext, run: RunConfig, folder: str | Path, *, tokenizer: str | None = None
     ) -> None:
         self._run, self._context = run, context
-        self._shape = ModelShape.from_folder(folder)
+        self._shape = ModelShape.from_folder(folder).with_adapters(run.actor.lora.adapters)
         self._engine = VllmEngine(
             folder,
             self._shape,

@@ -20,9 +20,10 @@ from hybridengine.backends.megatron.model import available_names
 from hybridengine.backends.megatron.outputs import response_log_probs
 from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTrainer
-from hybridengine.backends.megatron.weights import load_weights
+from hybridengine.backends.megatron.weights import fingerprint_of, load_weights, start_adapters
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
 from hybridengine.backends.predictions import Predictions
+from hybridengine.checkpoints.conversion import read_role
 from hybridengine.config import RunConfig
 from hybridengine.config.role_sections import MegatronSettings, TrainedSection
 from hybridengine.errors import CheckpointError, DataError, ProtocolError
@@ -30,6 +31,9 @@ from hybridengine.models.shapes import ModelShape
 from hybridengine.rows.micro_batches import cut_rows, draw_mini_batches, gather_rows
 from hybridengine.rows.protocols import ONE_TO_ALL, ROW_NUMBERS, RankContext, register
 from hybridengine.weights.process_groups import process_groups
+
+BASE = "base_fingerprint"
+"""Entry of role.json: the frozen weights beneath adapters."""
 
 
 class ModelWorker:
@@ -41,12 +45,14 @@ class ModelWorker:
     def __init__(
         self, context: RankContext, run: RunConfig, folder: str | Path, *, score_head: bool, trains: bool
     ) -> None:
-        self.context, self.run = context, run
+        self.context, self.run, self.folder = context, run, folder
         self.registry = process_groups(run.timeouts.collective_s)
         initialize_globals(run.run.seed)
         shape = ModelShape.from_folder(folder)
         if score_head:
             shape = shape.with_score_head()
+        if context.role == "actor":
+            shape = shape.with_adapters(run.actor.lora.adapters)
         self.shape = shape
         section: Any = getattr(run, context.role)
         self.max_tokens: int = section.micro_batch_tokens
@@ -61,11 +67,18 @@ class ModelWorker:
             settings=section if isinstance(section, MegatronSettings) else MegatronSettings(),
         )
         load_weights(self.model, folder)
+        start_adapters(self.model, run.run.seed, run.actor.lora.path)
 
-    def forward_rows(self, batch: TensorDictBase, output: OutputFunction) -> TensorDict | None:
-        """Return the response-aligned results of `output` for all rows, [B, R] each; None on all stages but the last."""
+    def forward_rows(
+        self, batch: TensorDictBase, output: OutputFunction, *, adapted: bool = True
+    ) -> TensorDict | None:
+        """Return the response-aligned results of `output` for all rows, [B, R] each; None on all stages but the last.
+
+        Unless `adapted`, the model computes without its adapters.
+        """
         micro = cut_rows(batch, self.max_tokens)
-        results = self.model.forward([part.columns for part in micro], output)
+        forward = self.model.forward if adapted else self.model.forward_base
+        results = forward([part.columns for part in micro], output)
         if not self.model.is_last_stage:
             return None
         width = self.run.rollout.max_response_tokens
@@ -113,9 +126,11 @@ class TrainedWorker(ModelWorker):
             return CheckpointError(
                 f"an earlier save of {self.context.role} is still being written; see whether the disk hangs"
             )
-        counters = {"updates": self._updates, "skipped_in_a_row": self._skipped_in_a_row}
+        more: dict[str, Any] = {"updates": self._updates, "skipped_in_a_row": self._skipped_in_a_row}
+        if self.shape.adapters:
+            more |= {"base": str(self.folder), BASE: fingerprint_of(self.folder)}
         try:
-            self._save = BackgroundSave(self.trainer, Path(folder), counters)
+            self._save = BackgroundSave(self.trainer, Path(folder), more)
         except CheckpointError as error:
             return error
         return None
@@ -135,6 +150,12 @@ class TrainedWorker(ModelWorker):
     @register(ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> bool:
         """Restore a checkpoint (`load_checkpoint`); return True if it has states of this rank's random generators."""
+        base = read_role(Path(folder)).get(BASE) if self.shape.adapters else None
+        if base not in (None, fingerprint_of(self.folder)):
+            raise CheckpointError(
+                f"{folder} has adapters of other weights than those of {self.folder}; set model.path to the model"
+                " that they were trained on"
+            )
         role = load_checkpoint(self.trainer, Path(folder))
         self._updates, self._skipped_in_a_row = role.get("updates", 0), role.get("skipped_in_a_row", 0)
         return load_random(Path(folder), self.context.rank)

@@ -31,9 +31,11 @@ from hybridengine.checkpoints.hf_files import (
     type_of,
 )
 from hybridengine.checkpoints.making import complete_checkpoint
+from hybridengine.checkpoints.peft_files import PeftWriter
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError, UnreadableError
 from hybridengine.families.family import is_float32
+from hybridengine.families.sizes import AdapterSizes, ExpertSizes
 from hybridengine.files import read_object
 from hybridengine.models.checkpoint_files import COMPANIONS_FOLDER, CONFIG_FILE
 from hybridengine.models.shapes import LM_HEAD, SCORE_HEAD, ModelShape
@@ -73,6 +75,24 @@ def read_role_of(folder: Path, shape: ModelShape, dtype: str) -> dict[str, Any]:
     return role
 
 
+def shape_of_role(role: Mapping[str, Any]) -> ModelShape:
+    """Return the shape in the contents of a role.json."""
+    shape = dict(role["shape"])
+    kinds = {"experts": ExpertSizes, "adapters": AdapterSizes}
+    parts = {key: kind(**_tuples(shape[key])) for key, kind in kinds.items() if shape.get(key)}
+    return ModelShape(**{**_tuples(shape), **parts})
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with lists as tuples, as they were before they were written."""
+    return {
+        key: tuple(tuple(one) if isinstance(one, list) else one for one in value)
+        if isinstance(value, list)
+        else value
+        for key, value in values.items()
+    }
+
+
 def role_folder(checkpoint: Checkpoint, role: str) -> Path:
     """Return the folder of a role; CheckpointError if the checkpoint lacks it."""
     folder = checkpoint.folder / role
@@ -92,7 +112,7 @@ def export_role(
     companions: Path | None = None,
     progress: Told = lambda done, total: None,
 ) -> None:
-    """Write the weights of a role as a Hugging Face checkpoint.
+    """Write the weights of a role as a Hugging Face checkpoint, or its adapters as a PEFT folder.
 
     Args:
         dtype: type of the files; the checkpoint's by default.
@@ -108,13 +128,20 @@ def export_role(
     }
     if not shapes:
         raise CheckpointError(f"{folder} has no weights; use a complete checkpoint")
-    if companions is not None:
+    role_json = read_role(folder)
+    shape = shape_of_role(role_json) if role_json["shape"].get("adapters") else None
+    if companions is not None and shape is None:
         _check_same_model(companions, shapes)
     stored = tensors.dtypes[f"{prefix}{min(shapes, key=is_float32)}"]
     ordered, written_as = dict(sorted(shapes.items())), DTYPES[dtype] if dtype else stored
-    with HfWriter(out, ordered, written_as, max_file_bytes, companions) as writer:
-        for name, shape in ordered.items():
-            writer.write(name, tensors.read(f"{prefix}{name}", full_box(shape)))
+    files = (
+        HfWriter(out, ordered, written_as, max_file_bytes, companions)
+        if shape is None
+        else PeftWriter(out, shape, written_as, role_json.get("base", ""))
+    )
+    with files as writer:
+        for name, size in ordered.items():
+            writer.write(name, tensors.read(f"{prefix}{name}", full_box(size)))
             progress(writer.written_bytes, writer.total_bytes)
 
 

@@ -7,6 +7,7 @@ Source: https://huggingface.co/docs/safetensors (format).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -39,6 +40,8 @@ from hybridengine.reshard.boxes import Box
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Names of types in safetensors files."""
+SAMPLE_BYTES = 2**18
+"""Size of a sample of a file's fingerprint."""
 COMPARED_ROWS = 4096
 """Number of rows of two tensors compared at a time."""
 
@@ -56,6 +59,18 @@ class SafetensorsFolder:
 
     def __contains__(self, tensor: str) -> bool:
         return tensor in self._files
+
+    def fingerprint(self) -> str:
+        """Return a digest of samples of the files, from their beginning, middle and end: it is that of the weights,
+        wherever the folder is."""
+        digest = hashlib.sha256()
+        for file in sorted(set(self._files.values())):
+            size = file.stat().st_size
+            with file.open("rb") as opened:
+                for start in (0, max(0, (size - SAMPLE_BYTES) // 2), max(0, size - SAMPLE_BYTES)):
+                    opened.seek(start)
+                    digest.update(opened.read(SAMPLE_BYTES))
+        return digest.hexdigest()
 
     def read(self, tensor: str, box: Box) -> Tensor:
         """Return one box of a tensor, possibly mapped from the file; CheckpointError if a value is NaN or infinite."""
@@ -102,6 +117,7 @@ class HfWriter:
         dtype: type of the tensors in the files (`type_of`).
         max_file_bytes: size limit of a file; a larger tensor has its own file.
         companions: folder whose configuration, tokenizer and model card are copied.
+        stem: beginning of the files' names.
     """
 
     def __init__(
@@ -111,6 +127,7 @@ class HfWriter:
         dtype: torch.dtype,
         max_file_bytes: int,
         companions: Path | None = None,
+        stem: str = "model",
     ) -> None:
         self._folder, self._partial = folder, folder.with_name(f".{folder.name}.partial")
         self._shapes, self._dtype, self._companions = dict(shapes), dtype, companions
@@ -120,7 +137,7 @@ class HfWriter:
             for name, shape in shapes.items()
         }
         self._files = split_torch_state_dict_into_shards(
-            empty, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_bytes
+            empty, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=max_file_bytes
         )
         self._places = dict[str, tuple[Path, int]]()
         self.total_bytes = sum(one.nbytes for one in empty.values())

@@ -69,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     from hybridengine.checkpoints.conversion import default_companions, export_role, role_folder
     from hybridengine.checkpoints.folders import checkpoint_at
+    from hybridengine.models.checkpoint_files import ADAPTER_CONFIG
 
     checkpoint = checkpoint_at(options.source)
     try:
@@ -93,7 +94,9 @@ def _export(options: argparse.Namespace) -> int:
             companions=companions,
             progress=progress,
         )
-    _tell(options.destination, f"Hugging Face checkpoint, companions from {companions}")
+    is_peft = (options.destination / ADAPTER_CONFIG).is_file()
+    kind = "PEFT folder" if is_peft else f"Hugging Face checkpoint, companions from {companions}"
+    _tell(options.destination, kind)
     return 0
 
 

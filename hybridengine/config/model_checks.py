@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from hybridengine.config.algorithm import Conflict
+from hybridengine.config.algorithm import Conflict, ServedAlgorithm
 from hybridengine.config.build_section import BUILT_TOKENS
 from hybridengine.config.run_config import SCORERS, TRAINED, ModelHolder, RunConfig, model_holders
 from hybridengine.errors import CheckpointError, ConfigError
-from hybridengine.models.checkpoint_files import checkpoint_problems
+from hybridengine.models.checkpoint_files import adapter_problems, checkpoint_problems
 from hybridengine.models.presets import resolve_model
 from hybridengine.models.shapes import FP8_BLOCK, ModelShape
 from hybridengine.topology.fitting import gen_problems, train_problems
@@ -42,6 +42,7 @@ def model_conflicts(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
         yield from _cpu_engines(config, actor)
         yield from _quantized(config, actor)
         yield from _routing_replay(config, actor)
+        yield from _lora(config, actor, dry_run)
 
 
 def _fp8(config: RunConfig, holder: ModelHolder) -> Iterator[Conflict]:
@@ -78,6 +79,12 @@ def _quantized(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
             (key,),
         )
         return
+    if config.actor.lora.rank:
+        yield Conflict(
+            f"{key}={rollout.quantization} with actor.lora.rank={config.actor.lora.rank} is not supported; set"
+            f" {key}=none, or actor.lora.rank=0",
+            (key, "actor.lora.rank"),
+        )
     if config.model.dtype != "bfloat16":
         yield Conflict(
             f"{key}={rollout.quantization} needs a model in bfloat16, and model.dtype={config.model.dtype}; set"
@@ -100,8 +107,55 @@ def _quantized(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
             )
 
 
+def _lora(config: RunConfig, shape: ModelShape, dry_run: bool) -> Iterator[Conflict]:
+    """Yield conflicts between the actor's adapters, its features, and the run's other parts."""
+    actor, key = config.actor, "actor.lora.rank"
+    if not actor.lora.rank:
+        return
+    if not actor.lora.modules:
+        yield Conflict(
+            "actor.lora.modules=[] adapts no layer; name one, or leave it out", ("actor.lora.modules",)
+        )
+    if actor.lora.path is not None and not dry_run:
+        for problem in adapter_problems(actor.lora.path):
+            yield Conflict(f"actor.lora.path: {problem}", ("actor.lora.path",))
+    named = f"{key}={actor.lora.rank}"
+    if actor.fp8 != "none":
+        yield Conflict(
+            f"{named} with actor.fp8={actor.fp8} is not supported; set actor.fp8=none", (key, "actor.fp8")
+        )
+    if isinstance(config.algorithm, ServedAlgorithm):
+        yield Conflict(f"{named} is not supported by a server; set it to 0", (key,))
+    for name, pool in config.cluster.pools.items():
+        if "reference" in pool.roles:
+            yield Conflict(
+                f"cluster.pools.{name}.roles names reference, which with {named} is the actor without its adapters; leave"
+                " it out",
+                (key, f"cluster.pools.{name}.roles"),
+            )
+    if shape.experts is None:
+        return
+    if actor.parallel.expert_shards > 1 and {"linear_fc1", "linear_fc2"} & set(actor.lora.modules):
+        yield Conflict(
+            f"{named} adapts experts, and actor.parallel={actor.parallel} shards them; set etp=1, or"
+            " actor.lora.modules=[linear_qkv, linear_proj]",
+            (key, "actor.lora.modules", "actor.parallel"),
+        )
+    if "generation" in config.algorithm.roles:
+        yield Conflict(
+            f"{named}: engines of the role generation cannot have the adapters of a mixture of experts; choose an"
+            " algorithm without that role",
+            (key, "algorithm.name"),
+        )
+
+
 def model_shape(config: RunConfig) -> ModelShape:
-    """Return the shape of the actor's model; ConfigError or CheckpointError if it is missing or unusable."""
+    """Return the shape of the actor's model with its adapters; ConfigError or CheckpointError if it is missing or
+    unusable."""
+    return _model_shape(config).with_adapters(config.actor.lora.adapters)
+
+
+def _model_shape(config: RunConfig) -> ModelShape:
     if config.model.build is not None:
         return config.model.build.shape()
     if config.model.path is None and config.model.hf_config is None:
@@ -111,7 +165,9 @@ def model_shape(config: RunConfig) -> ModelShape:
 
 def holder_shape(config: RunConfig, holder: ModelHolder) -> ModelShape:
     """Return the shape of a holder's model, including any score head; errors are those of `model_shape`."""
-    shape = model_shape(config) if holder.path is None else _shape_at(holder.path, holder.hf_config)
+    if holder.role == "actor":
+        return model_shape(config)
+    shape = _model_shape(config) if holder.path is None else _shape_at(holder.path, holder.hf_config)
     return shape.with_score_head() if holder.has_score_head else shape
 
 

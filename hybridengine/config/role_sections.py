@@ -19,6 +19,8 @@ from hybridengine.config.values import (
     Share,
     TrainSizesField,
 )
+from hybridengine.families.adapters import MODULES
+from hybridengine.families.sizes import AdapterSizes
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 LossAggregation = Literal["token", "sequence", "sequence_sum"]
@@ -80,6 +82,24 @@ class TrainedSection(MegatronSettings):
     """State that moves to host memory while the model is not training; optimizer: its moments and master weights."""
 
 
+class LoraSection(Section):
+    """Low-rank adapters that are trained in place of the actor's weights; the frozen weights are its reference."""
+
+    rank: Literal[0, 1, 8, 16, 32, 64, 128, 256, 320, 512] = 0
+    """Rank of the adapters, one of those that vLLM has; 0 trains the weights themselves."""
+    alpha: Positive = 32.0
+    """Adapters count alpha / rank times."""
+    modules: tuple[Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], ...] = MODULES
+    """Adapted layers, by Megatron's names: q, k and v; the attention's output; gate and up; down; with experts."""
+    path: PathText | None = None
+    """PEFT folder whose adapters the run starts from; by default A is random and B is 0."""
+
+    @property
+    def adapters(self) -> AdapterSizes | None:
+        """Adapters of a model's shape; None without."""
+        return AdapterSizes(self.rank, self.alpha, tuple(sorted(self.modules))) if self.rank else None
+
+
 class ActorSection(TrainedSection):
     """The policy: trained at p-t-d, and generating at p_g-t_g on the same ranks."""
 
@@ -88,6 +108,8 @@ class ActorSection(TrainedSection):
     stages may follow: "2-2-1 c=2 v=2"."""
     generate: GenSizesField = GenSizes(1, 1)
     """Generation sizes p_g-t_g of one engine; if p_g | p and t_g | t, and p_g = 1 with v > 1, no weight is held twice."""
+    lora: LoraSection = LoraSection()
+    """Adapters; by default the weights themselves are trained."""
     bucket_bytes: BucketBytes = 512 * BYTE_UNITS["MiB"]
     """Maximum weight bytes in flight during a switch; at least one float32."""
     verify: Literal["first", "always", "never"] = "first"

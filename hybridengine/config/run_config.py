@@ -9,7 +9,13 @@ from pydantic import Field, model_validator
 
 from hybridengine.config.algorithm import ChosenAlgorithm, CorrectionSection, Role
 from hybridengine.config.reward_sections import RewardSection, scorer_key
-from hybridengine.config.role_sections import ActorSection, CriticSection, MegatronSettings, ReferenceSection
+from hybridengine.config.role_sections import (
+    ActorSection,
+    CriticSection,
+    LoraSection,
+    MegatronSettings,
+    ReferenceSection,
+)
 from hybridengine.config.sections import (
     MAIN_POOL,
     CheckpointSection,
@@ -120,13 +126,15 @@ class RunConfig(Section):
 
     @property
     def model_roles(self) -> tuple[Role, ...]:
-        """Roles of the dataflow with weights of their own; excludes engines, and roles scored only by functions."""
+        """Roles of the dataflow with weights of their own; excludes engines, roles scored only by functions, and the
+        reference of an actor with adapters, which is the actor without them."""
         used = self.algorithm.roles
         return tuple(
             role
             for role in ROLES
             if role in used
             and role != "generation"
+            and not (role == "reference" and self.actor.lora.rank)
             and (role not in SCORERS or "" in getattr(self, role).models)
         )
 
@@ -148,6 +156,10 @@ class RunConfig(Section):
     def captures_graphs(self) -> bool:
         """True if decoding captures CUDA graphs where ranks have GPUs."""
         return self.cluster.device != "cpu" and self.rollout.cuda_graphs is not False
+
+    def without_adapters(self) -> RunConfig:
+        """Return the configuration of a run that trains the weights themselves."""
+        return self.model_copy(update={"actor": self.actor.model_copy(update={"lora": LoraSection()})})
 
     @property
     def engines(self) -> tuple[tuple[int, ...], ...]:

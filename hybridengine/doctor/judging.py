@@ -220,7 +220,7 @@ def judge_memory(
     placed = {
         pool: [Placed(node, _device(by_node[node], use_gpus)) for node in nodes]
         for pool, nodes in places.items()
-        if all(node in by_node for node in nodes)
+        if all(node in by_node and (by_node[node].gpus or not use_gpus) for node in nodes)
     }
     found = list(device_problems(budgets, placed))
     for one in found:
@@ -239,7 +239,7 @@ def judge_memory(
 
 def _device(facts: NodeFacts, use_gpus: bool) -> Device:
     """Return the device of a rank on a node: the smallest GPU, as any rank may get it."""
-    if use_gpus and facts.gpus:
+    if use_gpus:
         return Device(min(gpu.total_bytes for gpu in facts.gpus), is_gpu=True, node_bytes=facts.total_bytes)
     return Device(facts.total_bytes, is_gpu=False, node_bytes=facts.total_bytes)
 

@@ -52,6 +52,17 @@ class Scorers:
         )
 
 
+@dataclass(frozen=True)
+class BaseOfActor:
+    """The reference of an actor with adapters: the actor's own ranks, which compute without them."""
+
+    actor: WorkerGroup
+
+    def compute_log_probs(self, rollout: Rows) -> Rows:
+        """Return `ref_log_probs`."""
+        return self.actor.compute_base_log_probs(rollout)
+
+
 class Roles:
     """Worker groups of a run as attributes: the dataflow's roles, `prompts` (which reads the data files), and `compute`
     (which runs plain functions over rows on the ranks that hold them).
@@ -63,13 +74,13 @@ class Roles:
     generation: Engines
     critic: WorkerGroup
     cost_critic: WorkerGroup
-    reference: WorkerGroup
+    reference: WorkerGroup | BaseOfActor
     reward: Scorers
     cost: Scorers
     prompts: WorkerGroup
     compute: WorkerGroup
 
-    def __init__(self, **groups: WorkerGroup | Scorers | Engines) -> None:
+    def __init__(self, **groups: WorkerGroup | Scorers | Engines | BaseOfActor) -> None:
         self.__dict__.update(groups)
 
     @property

@@ -9,19 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridengine.families.experts import MixtureFamily
-from hybridengine.families.family import (
-    Columns,
-    DecoderSizes,
-    Entry,
-    ExpertSizes,
-    LatentSizes,
-    NameSet,
-    Rows,
-    Stack,
-    Whole,
-    gated_mlp,
-    same,
-)
+from hybridengine.families.family import Columns, Entry, NameSet, Rows, Stack, Whole, gated_mlp, same
+from hybridengine.families.sizes import DecoderSizes, ExpertSizes, LatentSizes
 
 _BIAS, _SHARED = "mlp.gate.e_score_correction_bias", "mlp.shared_experts."
 _LATENT_NORMS = {

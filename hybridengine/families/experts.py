@@ -6,16 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybridengine.families.family import (
-    Columns,
-    DecoderSizes,
-    Entry,
-    Family,
-    NameSet,
-    Rows,
-    Stack,
-    Whole,
-)
+from hybridengine.families.family import Columns, Entry, Family, NameSet, Rows, Stack, Whole
+from hybridengine.families.sizes import DecoderSizes
 
 _MEGATRON_EXPERT = {
     NameSet.LOCAL: "mlp.experts.local_experts.{place}.{linear}.weight",

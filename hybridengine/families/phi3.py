@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hybridengine.families.family import DecoderSizes, Family, Rows
+from hybridengine.families.family import Family, Rows
+from hybridengine.families.sizes import DecoderSizes
 
 _QKV, _GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hybridengine.families.family import DecoderSizes, Family
+from hybridengine.families.family import Family
+from hybridengine.families.sizes import DecoderSizes
 
 WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 """Values of the keys of windowed attention that transformers assumes."""

@@ -15,6 +15,8 @@ from hybridengine.models.shapes import EMBEDDING, LM_HEAD, ModelShape
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+"""Files of a PEFT folder."""
 
 MODEL_COMPANIONS = (
     CONFIG_FILE,
@@ -78,6 +80,16 @@ def checkpoint_problems(folder: str | Path) -> list[str]:
     if shape is not None and not file_problems:
         problems += _disagreements(folder, shape, tensors)
     return problems
+
+
+def adapter_problems(folder: str | Path) -> list[str]:
+    """Return the problems of a PEFT folder's files."""
+    try:
+        read_object(Path(folder) / ADAPTER_CONFIG)
+        read_header(Path(folder) / ADAPTER_FILE)
+    except (OSError, UnreadableError, CheckpointError) as error:
+        return [f"{folder} is not a whole PEFT folder ({error}); copy it again from where it came"]
+    return []
 
 
 def tensors_of(folder: str | Path) -> dict[str, StoredTensor]:

@@ -70,24 +70,9 @@ _LLAMA31_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_DEEPSEEK_V3: dict[str, object] = {
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "first_k_dense_replace": 3,
-    "n_group": 8,
-    "topk_group": 4,
+_DEEPSEEK_V3: dict[str, object] = {  # other sizes are transformers' defaults, which the family has
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
     "rope_scaling": {
         "type": "yarn",
         "factor": 40,

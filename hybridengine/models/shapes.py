@@ -7,7 +7,7 @@ in terms of logical tensors. Nothing here imports torch or transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, raise_all, shown
-from hybridengine.families.family import DecoderSizes, Family, is_of_expert
+from hybridengine.families.adapters import adapter_tensors, peft_tensors
+from hybridengine.families.family import Entry, Family, NameSet, is_of_expert
 from hybridengine.families.registry import ARCHITECTURES, FAMILIES
+from hybridengine.families.sizes import AdapterSizes, DecoderSizes
 from hybridengine.files import read_object
 from hybridengine.models.config_json import (
     LATENT_NUMBERS,
@@ -35,6 +37,8 @@ EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
 SCORE_HEAD = "score.weight"
+PEFT_PREFIX = "base_model.model."
+"""Prefix of names in PEFT's files."""
 
 VOCAB_MULTIPLE = 64
 """Multiple to which vLLM pads vocabularies; Megatron's padding uses it too, so that shards nest."""
@@ -149,7 +153,33 @@ class ModelShape(DecoderSizes):
             tensors[SCORE_HEAD] = (self.num_labels, self.hidden_size)
         elif not self.tied_embeddings:
             tensors[LM_HEAD] = (self.vocab_size, self.hidden_size)
-        return tensors
+        return tensors | self.adapter_tensors
+
+    @cached_property
+    def adapter_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Logical tensors of the adapters: name -> shape, in the model's order."""
+        found: dict[str, tuple[int, ...]] = {}
+        for layer in range(self.num_layers) if self.adapters else ():
+            tensors = FAMILIES[self.family].layer_tensors(self, layer)
+            factors = adapter_tensors(self._linear_layers(layer), self.adapters, tensors)  # type: ignore[arg-type]
+            found |= {layer_prefix(layer) + name: shape for name, shape in factors.items()}
+        return found
+
+    @cached_property
+    def peft_tensors(self) -> dict[str, str]:
+        """Name of a tensor in PEFT's file of the adapters -> its logical tensor; fused projections share their A."""
+        return {
+            f"{PEFT_PREFIX}{layer_prefix(layer)}{name}": layer_prefix(layer) + tensor
+            for layer in range(self.num_layers if self.adapters else 0)
+            for name, tensor in peft_tensors(self._linear_layers(layer), self.adapters).items()  # type: ignore[arg-type]
+        }
+
+    def _linear_layers(self, layer: int) -> Iterator[Entry]:
+        """Yield Megatron's parameters of a decoder layer, with all experts."""
+        family, experts = FAMILIES[self.family], self.expert_layer(layer)
+        yield from family.megatron_layer(self, NameSet.LOCAL, layer)
+        for number in range(experts.num_experts if experts else 0):
+            yield from family.megatron_expert(self, NameSet.LOCAL, number, number)
 
     @property
     def num_parameters(self) -> int:
@@ -164,9 +194,18 @@ class ModelShape(DecoderSizes):
         idle = self.experts.num_experts - self.experts.num_active
         return self.num_parameters - routed * idle // self.experts.num_experts
 
+    @property
+    def num_trained(self) -> int:
+        """Number of weights that are trained: those of adapters, or all of a model without."""
+        return sum(math.prod(shape) for shape in (self.adapter_tensors or self.tensors).values())
+
     def with_score_head(self) -> ModelShape:
         """Return this shape with one score per token instead of a vocabulary."""
         return replace(self, num_labels=1, tied_embeddings=False)
+
+    def with_adapters(self, adapters: AdapterSizes | None) -> ModelShape:
+        """Return this shape with these adapters, or without."""
+        return replace(self, adapters=adapters)
 
     def weight_bytes(self, dtype: str) -> int:
         """Return M of the paper's table 2: bytes of all weights, each counted once."""

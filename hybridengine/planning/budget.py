@@ -194,18 +194,18 @@ def _phases(config: RunConfig, models: list[HeldModel], weights: SwitchedWeights
         "start": actor.weights_bytes + weights.gen_shard + cache + computing,
         "load": _load(models, states),
         "training step": training["training step"],
-        "switch": waiting + weights.peak,
-        "generation": waiting + weights.gen_shard + weights.redundant + cache + computing,
+        "switch": waiting + weights.peak + actor.kept_bytes,
+        "generation": waiting + actor.kept_bytes + weights.gen_shard + weights.redundant + cache + computing,
         "save": training["save"],
     }
 
 
 def _load(models: list[HeldModel], states: list[StateBytes]) -> int:
-    """Return the peak while models are built: each has its weights twice until Megatron's buffers replace its own."""
+    """Return the peak while models are built: each has its trained weights twice until Megatron's buffers replace its
+    own."""
     held = peak = 0
     for (holder, _, memory), state in zip(models, states, strict=True):
-        copies = 2 if memory.gradients_bytes else 1
-        peak = max(peak, held + copies * memory.weights_bytes + memory.gradients_bytes)
+        peak = max(peak, held + memory.weights_bytes + memory.trained_bytes + memory.gradients_bytes)
         # The actor may have trained before the others are built, in a supervised warm-up.
         if holder.role == "actor":
             held += memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
@@ -286,7 +286,7 @@ def _save_bytes(config: RunConfig, models: list[HeldModel]) -> int:
     for holder, _, memory in models:
         if config.checkpoint.every and memory.gradients_bytes:
             num_parameters = memory.weights_bytes // DTYPE_BYTES[config.model.dtype]
-            whole = memory.optimizer_bytes + memory.weights_bytes // holder.sizes.dp_size
+            whole = memory.optimizer_bytes + memory.trained_bytes // holder.sizes.dp_size
             saved += min(SAVE_BYTES * num_parameters, whole) + SAVE_BUFFER_BYTES
     return saved
 

@@ -48,18 +48,18 @@ def device_problems(
     on_node: dict[str, dict[str, list[Budget]]] = defaultdict(lambda: defaultdict(list))
     devices = dict[str, Device]()
     for name, ranks in placed.items():
-        short = list[Shortage]()
         for budget, rank in zip(budgets[name], ranks, strict=True):
             on_node[rank.node][name].append(budget)
             devices[rank.node] = rank.device
+        on_gpus = (
+            (budget, rank) for budget, rank in zip(budgets[name], ranks, strict=True) if rank.device.is_gpu
+        )
+        if (worst_rank := max(on_gpus, key=_missing, default=None)) and _missing(worst_rank) > 0:
+            budget, rank = worst_rank
             size, needed = rank.device.num_bytes, budget.device_bytes[budget.peak]
-            if rank.device.is_gpu and needed > size:
-                text = budget.shortage(
-                    budget.peak, needed, f"rank {budget.rank}", size, f"its GPU on node {rank.node}"
-                )
-                short.append(Shortage(needed - size, text, budget.remedies(budget.peak)))
-        if short:
-            yield max(short)
+            gpu = f"its GPU on node {rank.node}"
+            text = budget.shortage(budget.peak, needed, f"rank {budget.rank}", size, gpu)
+            yield Shortage(needed - size, text, budget.remedies(budget.peak))
     lacking = [
         found
         for node, pools in on_node.items()
@@ -70,6 +70,12 @@ def device_problems(
         worst = max(lacking)
         others = f" (and {len(lacking) - 1} more node(s) lack memory)" if len(lacking) > 1 else ""
         yield worst._replace(text=worst.text + others)
+
+
+def _missing(rank: tuple[Budget, Placed]) -> int:
+    """Return the bytes that a rank lacks on its device, negative if it has room."""
+    budget, placed = rank
+    return budget.device_bytes[budget.peak] - placed.device.num_bytes
 
 
 def node_bytes(pools: Mapping[str, Sequence[Budget]]) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hybridengine.backends.vllm import engine as engine_module
+from hybridengine.backends.vllm.adapters import base_name, slots
 from hybridengine.rehearsal.replacing import all_replaced
 from hybridengine.rehearsal.shapes_only import ShapesOnly
 from hybridengine.topology.links import NodeMap
@@ -51,10 +52,12 @@ def engine_without_values(mode: ShapesOnly, nodes: NodeMap) -> Iterator[None]:
         return [nodes.node_of(member) == nodes.node_of(ranks[source_rank]) for member in ranks]
 
     def weights_without_pages(engine: Any, *_: Any) -> WeightStorage:
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in engine._runner.model.named_parameters():
+        model = engine._runner.model
+        with mode.active():
+            tensors: dict[str, Tensor] = {name: slot[0, 0] for name, slot in slots(model).items()}
+        for name, parameter in model.named_parameters():
             if parameter.dim() < 3:
-                tensors[name] = parameter
+                tensors[base_name(name)] = parameter
                 continue
             with mode.active():  # experts come and go one by one
                 tensors |= {

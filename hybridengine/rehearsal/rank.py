@@ -149,7 +149,8 @@ class _Rank:
     def iterate(self) -> None:
         """Make the calls of the algorithm's iteration that have a model on this rank, in order."""
         config = self._config
-        for call in calls_of(config.algorithm, config.data.batch_size, config.rollout.samples_per_prompt):
+        samples, lora = config.rollout.samples_per_prompt, bool(config.actor.lora.rank)
+        for call in calls_of(config.algorithm, config.data.batch_size, samples, has_adapters=lora):
             for name, worker in self._workers.items():
                 if call.role in (name, name.partition("_")[0]) and hasattr(worker, call.method):
                     self._call(call, name, worker)

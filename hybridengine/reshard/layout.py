@@ -153,9 +153,13 @@ _EMPTY = Shard(())
 
 
 @lru_cache(maxsize=16)
-def hf_layout(shape: ModelShape, ranks: tuple[int, ...] = (0,)) -> Layout:
-    """Return the layout of a Hugging Face checkpoint: each of `ranks` holds all logical tensors under their own names."""
-    shard = Shard(tuple(whole(name, name, size) for name, size in shape.tensors.items()))
+def hf_layout(
+    shape: ModelShape, ranks: tuple[int, ...] = (0,), names: tuple[str, ...] | None = None
+) -> Layout:
+    """Return the layout of a Hugging Face checkpoint: each of `ranks` holds the logical tensors `names`, by default all,
+    under their own names."""
+    held = shape.tensors if names is None else names
+    shard = Shard(tuple(whole(name, name, shape.tensors[name]) for name in held))
     return Layout(shape, dict.fromkeys(ranks, ()), {(): shard}, kind="hugging face")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from hybridengine.errors import PlanError, raise_all
+from hybridengine.families.adapters import megatron_adapters
 from hybridengine.families.family import NameSet
 from hybridengine.families.registry import FAMILIES
 from hybridengine.models.shapes import (
@@ -75,14 +76,16 @@ def megatron_shard(shape: ModelShape, sizes: TrainSizes, key: ShardKey, names: N
         for index, layer in enumerate(block):
             prefixes = f"{start}decoder.layers.{index}.", layer_prefix(layer)
             entries = family.megatron_layer(shape, names, layer)
+            entries += tuple(megatron_adapters(entries, shape.adapters))
             parameters += layer_parameters(entries, prefixes, shape.tensors, tp_rank, tp_size)
             if experts := shape.expert_layer(layer):
                 ep_rank, etp_rank = key[2:]
                 for place, number in enumerate(
                     held_experts(experts.num_experts, ep_rank, sizes.expert_parts)
                 ):
+                    own = family.megatron_expert(shape, names, number, place)
                     parameters += layer_parameters(
-                        family.megatron_expert(shape, names, number, place),
+                        (*own, *megatron_adapters(own, shape.adapters)),
                         prefixes,
                         shape.tensors,
                         etp_rank,

@@ -10,6 +10,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from hybridengine.errors import PlanError, raise_all
+from hybridengine.families.adapters import vllm_adapters
+from hybridengine.families.family import NameSet
 from hybridengine.families.registry import FAMILIES
 from hybridengine.models.shapes import (
     EMBEDDING,
@@ -71,6 +73,9 @@ def vllm_shard(
     for layer in stages[pp_rank]:
         prefixes = layer_prefix(layer), layer_prefix(layer)
         entries = family.vllm_layer(shape, layer)
+        if not shape.merges_adapters:
+            trained = family.megatron_layer(shape, NameSet.LOCAL, layer)
+            entries += tuple(vllm_adapters(entries, trained, shape.adapters))
         parameters += layer_parameters(entries, prefixes, shape.tensors, tp_rank, tp_size)
         if experts := shape.expert_layer(layer):
             # vLLM's e_g parts are its tensor ranks.

@@ -10,7 +10,7 @@ from hybridengine.config.run_config import TRAINED
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.formatting import format_bytes
 from hybridengine.planning.budget import Budget, budget_of, pool_models, switched_weights
-from hybridengine.planning.costs.memory import engine_weight_bytes, generation_bytes
+from hybridengine.planning.costs.memory import engine_weight_bytes, generation_bytes, model_memory
 from hybridengine.planning.simulation.bound_prices import price_lines
 from hybridengine.planning.switch.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.topology.experts import named_expert_groups
@@ -39,9 +39,11 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     total = shape.weight_bytes(config.model.dtype)
     weights, quantization = switched_weights(config, cost), config.rollout.quantization
     quantized = f" in {quantization}" if quantization != "none" else ""
+    kept = model_memory(shape, config.actor.parallel, config.model.dtype).kept_bytes
     return [
         f"model: {shape.family}, {shape.num_layers} layers, {shape.num_parameters:,} parameters,"
-        f" {format_bytes(total)} in {config.model.dtype}",
+        f" {format_bytes(total)} in {config.model.dtype}"
+        + (f"; {shape.num_trained:,} are trained, those of adapters" if shape.adapters else ""),
         *_pool_lines(config),
         *_engine_lines(config),
         "roles: "
@@ -56,7 +58,8 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
         f" ({cost.received_bytes_max / total:.1%} of the model), peak"
         f" {format_bytes(weights.peak)} of weights (training shard {format_bytes(cost.train_shard_bytes_max)}, generation"
         f" shard {format_bytes(weights.gen_shard)}{quantized}), redundant {format_bytes(weights.redundant)}; back:"
-        f" {format_bytes(weights.received_back)} received",
+        f" {format_bytes(weights.received_back)} received"
+        + (f"; {format_bytes(kept)} of frozen weights stay beside merged ones" if kept else ""),
     ]
 
 

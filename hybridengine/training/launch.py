@@ -21,7 +21,7 @@ from hybridengine.controller.cluster import node_offers, order_pools, start_ray
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.rewards import score_column
-from hybridengine.drivers.roles import Roles, Scorers
+from hybridengine.drivers.roles import BaseOfActor, Roles, Scorers
 from hybridengine.errors import ConfigError, raise_all
 from hybridengine.planning.devices import Placed, device_problems
 from hybridengine.rollouts.engines import Engines
@@ -167,9 +167,11 @@ class RunPools:
             for holder in model_holders(config)
             if holder.role not in ("actor", *SCORERS)
         }
-        others: dict[str, Scorers | Engines] = {
+        others: dict[str, Scorers | Engines | BaseOfActor] = {
             role: self._scorers(role, compute) for role in SCORERS if role in config.algorithm.roles
         }
+        if config.actor.lora.rank and "reference" in config.algorithm.roles:
+            others["reference"] = BaseOfActor(actor)
         if engines:
             others["generation"] = Engines(config, engines, actor, prompts, say)
         return Roles(actor=actor, prompts=prompts, compute=compute, **models, **others)

@@ -18,7 +18,7 @@ from hybridengine.config.run_config import model_holders
 from hybridengine.data.datasets import PromptDataset, prompts_digest
 from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, shown
 from hybridengine.files import read_object, writing
-from hybridengine.models.checkpoint_files import checkpoint_problems
+from hybridengine.models.checkpoint_files import adapter_problems, checkpoint_problems
 from hybridengine.models.shapes import ModelShape
 from hybridengine.report.keys import STEP
 from hybridengine.report.step_rows import CONFIG_FILE, read_rows
@@ -110,6 +110,8 @@ def check_models(config: RunConfig, checkpoint: Checkpoint) -> None:
         if holder.role in there:
             shape = ModelShape.from_folder(holder.path or config.model_folder)
             own = shape.with_score_head() if holder.has_score_head else shape
+            if holder.role == "actor":
+                own = shape.with_adapters(config.actor.lora.adapters)
             read_role_of(checkpoint.folder / holder.role, own, config.model.dtype)
 
 
@@ -132,6 +134,12 @@ def final_folder(config: RunConfig) -> Path:
     return config.run_folder / "final"
 
 
+def _final_problems(config: RunConfig) -> list[str]:
+    """Return the problems of the run's trained model, or of its adapters."""
+    check = adapter_problems if config.actor.lora.rank else checkpoint_problems
+    return check(final_folder(config))
+
+
 def note_final(config: RunConfig, step: int) -> None:
     """Write the step of the trained model to `FINAL_FILE`."""
     with writing(file := config.run_folder / FINAL_FILE):
@@ -140,7 +148,7 @@ def note_final(config: RunConfig, step: int) -> None:
 
 def steps_done(config: RunConfig) -> int:
     """Return the number of steps of a run whose trained model is complete; 0 for any other run."""
-    if checkpoint_problems(final_folder(config)):
+    if _final_problems(config):
         return 0
     try:
         step = read_object(config.run_folder / FINAL_FILE).get(STEP)
@@ -164,7 +172,7 @@ def check_final(config: RunConfig, checkpoint: Checkpoint | None, say: Callable[
             f"resume=auto: {as_typed(config.run_folder)} has a trained model and no whole checkpoint of its step to"
             f" resume from; choose another run.name, or move {as_typed(final)} away"
         )
-    elif problems := checkpoint_problems(final):
+    elif problems := _final_problems(config):
         say(f"warning: {as_typed(final)} is damaged, and will be written again: {problems[0]}")
 
 

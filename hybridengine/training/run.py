@@ -178,6 +178,8 @@ class _Run:
     def _attempt(self, pools: RunPools, progress: Progress, checkpoint: Checkpoint | None) -> None:
         """Start the processes and carry out the run until it ends or fails."""
         config, say, self.has_started = self.config, self.say, False
+        if config.actor.lora.rank and config.warmup is not None and not config.start_folder.is_dir():
+            self._warm_up_base(config.without_adapters(), config.warmup)
         what = "Megatron-core and vLLM in each process (about a minute on a CPU)"
         say(f"starting {config.num_ranks} ranks: {what}")
         pools.start()
@@ -187,8 +189,6 @@ class _Run:
         say("actor ready: one copy of the weights, two layouts")
         if config.warmup is not None and self.files.demonstrations is not None and not warmed_up:
             self._warm_up(actor, config.warmup, self.files.demonstrations)
-            actor.export_model(str(config.start_folder), str(config.companions_folder)).wait()
-            say(f"warmed-up model saved: {as_typed(config.start_folder)}")
         actor.start_training()
         engines = pools.start_engines(stop_token_ids=self.files.stop_token_ids)
         roles = pools.start_roles(actor, engines, say)
@@ -216,10 +216,21 @@ class _Run:
                         note_final(config, progress.step)
                     say(f"trained model saved: {as_typed(final)}")
 
+    def _warm_up_base(self, config: RunConfig, settings: WarmupSection) -> None:
+        """Train all weights on demonstrations, on ranks of their own: adapters are trained afterwards, on top of them."""
+        if self.files.demonstrations is None:
+            return
+        self.say(f"starting {config.num_ranks} ranks: all weights are warmed up before the adapters begin")
+        with RunPools(config) as pools:
+            pools.start()
+            tokens = self.files.stop_token_ids
+            actor = pools.start_model("actor", folder=config.model_folder, stop_token_ids=tokens)
+            self._warm_up(actor, settings, self.files.demonstrations)
+
     def _warm_up(
         self, actor: WorkerGroup, settings: WarmupSection, demonstrations: DemonstrationDataset
     ) -> None:
-        """Train the actor on demonstrations."""
+        """Train the actor on demonstrations, and save it."""
         actor.start_supervised(settings.lr, settings.steps)
         every = max(1, settings.steps // 10)
         for step in range(1, settings.steps + 1):
@@ -227,6 +238,9 @@ class _Run:
             loss = update.get()[0]["warmup/loss"]
             if step % every == 0 or step == settings.steps:
                 self.say(f"warm-up {step}/{settings.steps}: loss {loss:.3f}")
+        config = self.config
+        actor.export_model(str(config.start_folder), str(config.companions_folder)).wait()
+        self.say(f"warmed-up model saved: {as_typed(config.start_folder)}")
 
 
 def local_problems(config: RunConfig) -> list[str]:

@@ -68,16 +68,27 @@ class TrainingSide(Protocol):
         """Bytes currently owned by gradients."""
         ...
 
+    @property
+    def retained(self) -> WeightStorage:
+        """Weights besides `weights` that are kept from `lend` until `take_back`."""
+        ...
+
+    def lend(self, *, regathers: bool = False) -> None:
+        """Make the weights those that the engine needs: with adapters merged in, if it has none of its own.
+
+        Raises StorageError if `take_back` could not gather the weights from the optimizer, and is to.
+        """
+
+    def take_back(self, *, regathers: bool = False) -> int:
+        """Undo `lend`, if it has been called; return the bytes received.
+
+        With `regathers`, allocate the weights and fill them from the optimizer's master weights. Collective over the
+        replicas.
+        """
+        ...
+
     def leave_training(self) -> None:
         """Release what only training needs: gradients without a pending step, and offloaded optimizer state."""
-
-    def expect_masters(self) -> None:
-        """Raise StorageError if `regather` would fail: without an optimizer, or without weights of its own."""
-
-    def regather(self) -> int:
-        """Allocate the weights and fill them from the optimizer's master weights; return the bytes received. Collective
-        over the replicas."""
-        ...
 
 
 class GenerationSide(Protocol):
@@ -128,13 +139,15 @@ class HybridEngine:
         self.resume_from = resume_from
         self._rank, self._verify = rank, verify
         self._training, self._generation = training, generation
+        self._cut: PlanExecutor | None = None
         self._cut_buckets = 0
         if training.gradient_bytes:
             raise StorageError(
                 f"rank {rank}: the trainer holds {format_bytes(training.gradient_bytes)} of gradients, which leave no"
                 " room for an engine on a full device; call leave_training() before the engine is built"
             )
-        self._ledger = StorageLedger({Mode.TRAINING: training.weights, Mode.GENERATING: generation.weights})
+        storages = {Mode.TRAINING: training.weights, Mode.GENERATING: generation.weights}
+        self._ledger = StorageLedger({**storages, "retained": training.retained})
         with _agreed(plan, rank, transport.group, verify):
             self._gather = PlanExecutor(
                 plan,
@@ -145,9 +158,10 @@ class HybridEngine:
                 self._ledger,
                 release_source=back is not Return.KEPT,
             )
-            self._cut = PlanExecutor(
-                inverse_local(plan), rank, generation.weights, training.weights, transport, self._ledger
-            )
+            if back is Return.CUT:
+                self._cut = PlanExecutor(
+                    inverse_local(plan), rank, generation.weights, training.weights, transport, self._ledger
+                )
         generation.leave_generation()
         generation.weights.release()
         return_memory_to_system()
@@ -167,10 +181,10 @@ class HybridEngine:
         self._expect(Mode.TRAINING)
         self._gather.check_fresh()
         try:
-            if self._back is Return.REGATHERED:
-                self._training.expect_masters()
             self._training.leave_training()
+            self._training.lend(regathers=self._back is Return.REGATHERED)
         except BaseException as error:  # no masters, no memory to offload to: no weight has moved yet
+            self._training.take_back()
             self._gather.refuse("leaving training", error)
             raise
         self._ledger.begin()
@@ -196,35 +210,31 @@ class HybridEngine:
             TransferError: a copy differs from its source.
         """
         self._expect(Mode.GENERATING)
-        if self._back is not Return.CUT:
-            return self._drop_engine()
-        self._cut.check_fresh(self._cut_buckets)
+        if self._cut is not None:
+            self._cut.check_fresh(self._cut_buckets)
         self._generation.leave_generation()
         self._ledger.begin()
-        try:
-            self._cut.run(self._cut_buckets, self._verify)
-        except BaseException:
-            self._cut.drop_unfinished()
-            raise
-        finally:
-            self._cut_buckets = self._cut.num_complete
+        if self._cut is not None:
+            self._cut_out(self._cut)
+        else:
+            self._generation.weights.release()
+            return_memory_to_system()  # for the training weights
+        self._ledger.receive(self._training.take_back(regathers=self._back is Return.REGATHERED))
         report = self._ledger.finish("to_train", Mode.TRAINING, self._training.gradient_bytes)
         return_memory_to_system()  # what the engine had: gradients are larger than its parts, which would stay cached
         self.mode = Mode.TRAINING
         self._cut_buckets = 0
         return report
 
-    def _drop_engine(self) -> SwitchReport:
-        """Switch back to training weights that are kept or regathered."""
-        self._generation.leave_generation()
-        self._ledger.begin()
-        self._generation.weights.release()
-        return_memory_to_system()
-        if self._back is Return.REGATHERED:
-            self._ledger.receive(self._training.regather())
-        report = self._ledger.finish("to_train", Mode.TRAINING, self._training.gradient_bytes)
-        self.mode = Mode.TRAINING
-        return report
+    def _cut_out(self, cut: PlanExecutor) -> None:
+        """Cut the training weights out of the engine's, from the bucket at which an earlier call has failed."""
+        try:
+            cut.run(self._cut_buckets, self._verify)
+        except BaseException:
+            cut.drop_unfinished()
+            raise
+        finally:
+            self._cut_buckets = cut.num_complete
 
     @contextlib.contextmanager
     def generating(self) -> Iterator[SwitchReport]:
@@ -240,7 +250,7 @@ class HybridEngine:
         """Undo a failed switch in reverse, which at no bucket needs more memory than the switch did."""
         try:
             self._gather.drop_unfinished()
-            if self._back is Return.CUT:
+            if self._cut is not None:
                 self._cut.run(len(self.plan.buckets) - self._gather.num_complete)
             elif self._back is Return.REGATHERED and self._gather.num_complete:
                 raise StorageError("replicas that have not failed would not gather them again")
@@ -253,6 +263,7 @@ class HybridEngine:
                 f" ({second}); resume from {self.resume_from or 'the last checkpoint'}"
             ) from second
         self._generation.weights.release()
+        self._training.take_back()
 
     def _expect(self, mode: Mode) -> None:
         if self.mode is Mode.LOST:

@@ -24,7 +24,8 @@ from hybridengine.backends.megatron.groups import build_groups, initialize_globa
 from hybridengine.backends.megatron.model import transformer_config
 from hybridengine.backends.megatron.shim import device_shim
 from hybridengine.config.role_sections import MegatronSettings
-from hybridengine.families.family import ExpertSizes, NameSet
+from hybridengine.families.family import NameSet
+from hybridengine.families.sizes import ExpertSizes
 from hybridengine.models.shapes import ModelShape
 from hybridengine.planning.costs import mixtures
 from hybridengine.rehearsal.counting import StorageCounter

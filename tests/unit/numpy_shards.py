@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from hybridengine.families.family import ExpertSizes, LatentSizes
+from hybridengine.families.sizes import ExpertSizes, LatentSizes
 from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.layout import Shard
 

@@ -17,6 +17,7 @@ def sides(gradient_bytes: int) -> mock.Mock:
     """Return a trainer and an engine, with the calls that they get in one list."""
     both = mock.Mock()
     both.training.gradient_bytes, both.training.weights = gradient_bytes, WeightStorage({})
+    both.training.retained, both.training.take_back.return_value = WeightStorage({}), 0
     both.generation.weights = WeightStorage({"engine": torch.ones(3)})
     return both
 
@@ -53,4 +54,9 @@ def test_memory_returns_to_the_system_on_the_way_back() -> None:
     both.reset_mock()
     with mock.patch.object(hybrid_engine, "return_memory_to_system", both.empty):
         hybrid.to_train()
-    assert [call[0] for call in both.mock_calls] == ["generation.leave_generation", "run", "empty"]
+    assert [call[0] for call in both.mock_calls] == [
+        "generation.leave_generation",
+        "run",
+        "training.take_back",
+        "empty",
+    ]

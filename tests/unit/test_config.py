@@ -129,6 +129,7 @@ def test_the_committed_configurations_are_those_that_the_readme_names(
         "fp8-rollouts": (4, 408_704),
         "hybridflow-ppo": (8, 13_015_864_320),
         "llama3-70b-16nodes": (128, 70_553_706_496),
+        "lora": (4, 310_656 + 53_248),
         "moe": (4, 902_144),
         "planner-check": (4, 2_982_656),
         "qwen2.5-7b-8gpu": (8, 7_615_616_512),

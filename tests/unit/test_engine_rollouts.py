@@ -1,4 +1,4 @@
-"""What engines of asynchronous runs tell the controller: each token and each token's experts once."""
+"""Engines of asynchronous runs report each token, and its experts, to the controller once."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def rows(drawn: list[int], num_routed: int) -> TensorDict:
 def test_experts_are_told_once_also_by_an_engine_that_goes_on_with_a_response() -> None:
     told: list[np.ndarray] = []
     drawn: list[int] = []
-    for calls in ([2, 1], [4]):  # the second engine goes on with what the first has drawn
+    for calls in ([2, 1], [4]):  # the second engine continues after the tokens of the first
         engine: Any = FakeEngine()
         rollouts = EngineRollouts(load_config("configs/async-grpo.yaml"), engine, ())
         prompts = {"prompt_tokens": torch.tensor([PROMPT]), "prompt_lengths": torch.tensor([len(PROMPT)])}

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from hybridengine.config.role_sections import MegatronSettings
-from hybridengine.families.family import ExpertSizes, is_of_expert
+from hybridengine.families.family import is_of_expert
+from hybridengine.families.sizes import ExpertSizes
 from hybridengine.models.presets import PRESETS
 from hybridengine.models.shapes import ModelShape
 from hybridengine.planning.costs.activations import activation_bytes, layer_bytes
@@ -198,7 +199,7 @@ def test_a_step_of_decoding_reads_the_experts_that_are_chosen() -> None:
 
 
 def test_the_first_stage_keeps_its_layers_with_and_without_experts() -> None:
-    """Of 6 layers, one has an MLP: the first of two stages keeps it and two with experts, for two micro-batches."""
+    """One of 6 layers has an MLP: the first of two stages keeps it and two with experts, for two micro-batches."""
     shape = ModelShape("qwen3_moe", 6, 256, 512, 8, 4, 32, 1024, 4096, experts=ExpertSizes(16, 4, 96, 1))
     sizes, micro = TrainSizes(2, 1, 2, expert_parts=2), MicroBatches(8, 100.0, 0.0, 50.0)
     dense = layer_bytes(shape, 1, "bfloat16")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hybridengine.config.algorithm import ALGORITHMS, algorithm_class
 from hybridengine.config.role_sections import MegatronSettings
-from hybridengine.families.family import ExpertSizes
+from hybridengine.families.sizes import ExpertSizes
 from hybridengine.models.presets import resolve_model
 from hybridengine.models.shapes import ModelShape
 from hybridengine.planning.costs.clusters import Cluster, load_cluster

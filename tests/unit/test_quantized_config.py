@@ -29,6 +29,11 @@ def loaded(name: str, *overrides: str) -> RunConfig:
             [FP8],
             ["fp8 is for dense models, and qwen3_moe has experts", "set rollout.quantization=none"],
         ),
+        (
+            "fp8-rollouts",
+            ["actor.lora.rank=8"],
+            ["fp8 with actor.lora.rank=8 is not supported", "set rollout.quantization=none"],
+        ),
         ("fp8-rollouts", ["model.dtype=float32"], ["needs a model in bfloat16", "model.dtype=float32; set"]),
         (
             "fp8-rollouts",

@@ -43,6 +43,7 @@ from hybridengine.checkpoints.making import end_role
 from hybridengine.checkpoints.random_states import load_random_states, random_states
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError
+from hybridengine.families.adapters import is_of_adapter
 from hybridengine.families.family import is_float32, is_of_expert
 from hybridengine.reshard.boxes import Box, extents, starts
 from hybridengine.reshard.flat_ranges import RangePiece, pieces_in_range
@@ -351,10 +352,11 @@ def _saved(trainer: MegatronTrainer) -> Iterator[_Part]:
 
 
 def _loaded(trainer: MegatronTrainer, with_optimizer: bool) -> Iterator[_Part]:
-    """Yield the parts that this rank reads: all its weights, and its part of the optimizer's state."""
+    """Yield the parts that this rank reads: all its weights that are trained, and its part of the optimizer's state."""
     shard = trainer.layout.shard(trainer.rank)
     for parameter in shard.parameters:
-        for piece in parameter.pieces:
+        is_frozen = trainer.shape.adapters is not None and not is_of_adapter(parameter.name)
+        for piece in () if is_frozen else parameter.pieces:
             yield f"{WEIGHTS}.{piece.tensor}", piece.box, trainer.weights[parameter.name][piece.index]
     for name, part in trainer.optimizer_parts().items() if with_optimizer else ():
         for piece in pieces_in_range(shard.by_name[name], part.start, part.stop):

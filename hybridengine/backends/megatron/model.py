@@ -26,6 +26,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
+from hybridengine.backends.megatron.adapters import add_adapters
 from hybridengine.backends.megatron.compat import fusion_without_apex, stage_spec
 from hybridengine.backends.megatron.rotary import set_frequencies, softmax_scale
 from hybridengine.backends.megatron.routing import connect_routers
@@ -233,6 +234,8 @@ def build_chunks(
                     if shape.num_labels
                     else VocabularyHead(model.output_layer, shape.vocab_size, *place)
                 )
+            if shape.adapters:
+                add_adapters(model, shape.adapters, groups, config.sequence_parallel)
             model.to(device=device(), dtype=DTYPES[dtype])
             _freeze_expert_bias(model)
             chunks.append(model)

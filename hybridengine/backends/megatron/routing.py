@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from hybridengine.backends.megatron.shim import device
-from hybridengine.families.family import ExpertSizes
+from hybridengine.families.sizes import ExpertSizes
 
 
 @dataclass
@@ -119,7 +119,7 @@ def _give_pack(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
 
 class RoutingTotals:
-    """What routers have counted on this rank since the totals were last taken."""
+    """Counts of the routers of this rank since the totals were last taken."""
 
     def __init__(self, experts: ExpertSizes, num_layers: int, groups: ProcessGroupCollection) -> None:
         self._experts, self._groups = experts, groups

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hybridengine.backends.megatron import compat
+from hybridengine.backends.megatron.adapters import KeptBase, adapters_off
 from hybridengine.backends.megatron.groups import build_groups
 from hybridengine.backends.megatron.model import DTYPES, build_chunks
 from hybridengine.backends.megatron.offload import OptimizerOffload
@@ -95,6 +96,11 @@ class MegatronModel:
         self.expect_weights()
         return self._runner.forward(batches, output)
 
+    def forward_base(self, batches: Sequence[MicroBatch], output: OutputFunction) -> list[dict[str, Tensor]]:
+        """Return the results of `forward` for the model without its adapters."""
+        with adapters_off(self._chunks):
+            return self.forward(batches, output)
+
 
 class MegatronTrainer(MegatronModel):
     """One rank's part of a model that is trained."""
@@ -131,8 +137,11 @@ class MegatronTrainer(MegatronModel):
         compat.group_buckets(self._replicated)
         compat.skip_exchange_with_oneself(self._replicated)
         owners = compat.split_parameter_buffers(self._replicated)
-        by_owner = {name: owners[parameter] for name, parameter in self._parameters().items()}
+        trained = {name: one for name, one in self._parameters().items() if one.requires_grad}
+        by_owner = {name: owners[parameter] for name, parameter in trained.items()}
         self.weights = WeightStorage(self._weights(), by_owner, current=self._weights)
+        merges = shape.adapters is not None and shape.merges_adapters
+        self._kept = KeptBase(self.weights, shape.adapters.scale) if merges else None  # type: ignore[union-attr]
         self._gradients: list[Tensor] = [buffer.grad_data for buffer in compat.buffers(self._replicated)]
         self._gradient_bytes = [buffer.untyped_storage().nbytes() for buffer in self._gradients]
         routing = shape.experts and RoutingTotals(shape.experts, shape.num_layers, self.groups)
@@ -145,7 +154,7 @@ class MegatronTrainer(MegatronModel):
 
         Args:
             decay_steps: optimizer steps until `min_lr`; ignored by constant schedules.
-            offload: `none`, or `optimizer` to keep optimizer state in host memory while generating.
+            offload: `none`, or `optimizer` to keep optimizer state in host memory between updates.
         """
         self._settings = settings, decay_steps, offload
         config = OptimizerConfig(
@@ -194,7 +203,8 @@ class MegatronTrainer(MegatronModel):
     def optimizer_parts(self) -> dict[str, compat.OptimizerPart]:
         """Return parameter name -> this rank's part of the optimizer's state, for parameters of which it has one."""
         assert self._optimizer is not None, "start_optimizer comes first"
-        return compat.optimizer_parts(self._optimizer, self._parameters())
+        trained = {name: one for name, one in self._parameters().items() if one.requires_grad}
+        return compat.optimizer_parts(self._optimizer, trained)
 
     def counters(self) -> dict[str, int]:
         """Return the counters of optimizer and schedule, and the weights' version; the same on all ranks."""
@@ -290,6 +300,11 @@ class MegatronTrainer(MegatronModel):
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.groups.intra_dist_opt)
         return not found.item()
 
+    @property
+    def retained(self) -> WeightStorage:
+        """Weights that stay while the engine has others in their place: those that it has with adapters merged in."""
+        return self._kept.storage if self._kept is not None else WeightStorage({})
+
     def leave_training(self) -> None:
         """Release gradients that are not pending and weights in FP8; move offloaded optimizer state to host memory."""
         compat.drop_fp8_weights(self._chunks)
@@ -299,33 +314,50 @@ class MegatronTrainer(MegatronModel):
         if self._offload is not None:
             self._offload.to_host()
 
+    def lend(self, *, regathers: bool = False) -> None:
+        """Merge adapters into the weights, for an engine without adapters of its own.
+
+        Raises StorageError if `take_back` is to gather weights of which the optimizer has no master weights.
+        """
+        if regathers:
+            self._expect_masters()
+        if self._kept is not None:
+            self._kept.merge()
+
+    def _expect_masters(self) -> None:
+        if self._optimizer is None:
+            reason = "its optimizer has not started"
+        elif self.dtype == "float32":
+            reason = "its weights are in float32"
+        elif self.shape.adapters:
+            reason = "all but its adapters are frozen"
+        else:
+            return
+        raise StorageError(
+            f"the trainer has no master weights to gather again, since {reason}; keep its weights (Return.KEPT), or start"
+            " the optimizer of a model in bfloat16 without adapters first"
+        )
+
+    def take_back(self, *, regathers: bool = False) -> int:
+        """Take adapters out of the weights again, or gather weights from the optimizer's; return the bytes received."""
+        if self._kept is not None:
+            self._kept.restore()
+        if not regathers:
+            return 0
+        if self._offload is not None:
+            self._offload.to_device()
+        self.weights.materialise()
+        with device_shim():
+            received = compat.weights_from_masters(self._optimizer, self._replicated)
+        self.leave_training()
+        return received
+
     def enter_training(self) -> None:
         """Reallocate gradient buffers, and move optimizer state back; passes and steps begin with it."""
         for buffer, num_bytes in zip(self._gradients, self._gradient_bytes, strict=True):
             buffer.untyped_storage().resize_(num_bytes)
         if self._offload is not None:
             self._offload.to_device()
-
-    def expect_masters(self) -> None:
-        """Raise StorageError if `regather` would fail: without an optimizer, or in float32 without masters."""
-        if self._optimizer is None or self.dtype == "float32":
-            reason = (
-                "its optimizer has not started" if self._optimizer is None else "its weights are in float32"
-            )
-            raise StorageError(
-                f"the trainer has no master weights to gather again, since {reason}; keep its weights (Return.KEPT), or"
-                " start the optimizer of a model in bfloat16 first"
-            )
-
-    def regather(self) -> int:
-        """Allocate the weights and fill them from the optimizer's master weights; return the bytes received.
-
-        Collective over the replicas.
-        """
-        self.enter_training()  # for offloaded master weights
-        self.weights.materialise()
-        with device_shim():
-            return compat.weights_from_masters(self._optimizer, self._replicated)
 
     @property
     def gradient_bytes(self) -> int:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hybridengine.backends.megatron.model import DTYPES
 from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.trainer import MegatronModel
 from hybridengine.checkpoints.hf_files import HfWriter, SafetensorsFolder, type_of
+from hybridengine.checkpoints.peft_files import PeftFolder, PeftWriter
 from hybridengine.errors import CheckpointError
+from hybridengine.families.adapters import is_of_adapter
 from hybridengine.files import writing
 from hybridengine.models.shapes import SCORE_HEAD
+from hybridengine.reshard.boxes import extents
 from hybridengine.reshard.compiler import compile_plan
 from hybridengine.reshard.domains import domains
-from hybridengine.reshard.layout import hf_layout
+from hybridengine.reshard.layout import Piece, hf_layout
 from hybridengine.topology.grid import group_with
 from hybridengine.weights.executor import PlanExecutor
 from hybridengine.weights.ledger import StorageLedger
@@ -29,7 +36,8 @@ from hybridengine.weights.transport import PointToPointTransport
 def load_weights(model: MegatronModel, folder: str | Path) -> None:
     """Fill a rank's parameters from a checkpoint folder; every rank reads only its own boxes.
 
-    A missing score head stays zero, so that a critic or reward model can start from a language model.
+    A missing score head stays zero, so that a critic or reward model can start from a language model. Adapters are filled
+    by `start_adapters`.
 
     Raises:
         StorageError: the weights are in the generation engine.
@@ -38,6 +46,8 @@ def load_weights(model: MegatronModel, folder: str | Path) -> None:
     model.expect_weights()
     files = SafetensorsFolder(folder)
     for parameter in model.layout.shard(model.rank).parameters:
+        if is_of_adapter(parameter.name):
+            continue
         target = model.weights[parameter.name]
         target.zero_()
         for piece in parameter.pieces:
@@ -50,16 +60,49 @@ def load_weights(model: MegatronModel, folder: str | Path) -> None:
             target[piece.index].copy_(files.read(piece.tensor, piece.box))
 
 
+def fingerprint_of(folder: str | Path) -> str:
+    """Return the fingerprint of the weights in a checkpoint folder (`SafetensorsFolder.fingerprint`)."""
+    return SafetensorsFolder(folder).fingerprint()
+
+
+def start_adapters(model: MegatronModel, seed: int, folder: str | Path | None = None) -> None:
+    """Fill a rank's adapters, if any, from a PEFT folder or as PEFT does: A at random, equal at all parallel sizes, B 0.
+
+    Raises CheckpointError for the adapters of another model.
+    """
+    if model.shape.adapters is None:
+        return
+    saved = None if folder is None else PeftFolder(Path(folder), model.shape)
+    for parameter in model.layout.shard(model.rank).parameters:
+        for piece in parameter.pieces if is_of_adapter(parameter.name) else ():
+            target = model.weights[parameter.name][piece.index]
+            target.copy_(saved.read(piece.tensor, piece.box) if saved else _initial(model, seed, piece))
+
+
+def _initial(model: MegatronModel, seed: int, piece: Piece) -> Tensor:
+    """Return a box of an adapter's initial value."""
+    _, width = shape = model.shape.tensors[piece.tensor]
+    if piece.tensor.endswith("lora_B.weight"):
+        return torch.zeros(extents(piece.box))
+    digest = hashlib.blake2b(f"{seed} {piece.tensor}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    bound = 1 / math.sqrt(width)  # kaiming_uniform_ with a = sqrt(5)
+    whole = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+    return whole[tuple(slice(*ends) for ends in piece.box)]
+
+
 def save_weights(
     model: MegatronModel,
     registry: ProcessGroups,
     folder: str | Path,
     companions: str | Path | None = None,
     max_file_bytes: int = 4 * 2**30,
+    base: str | Path = "",
 ) -> None:
     """Write the model as a Hugging Face checkpoint, streamed bucket by bucket to rank 0. Collective over all ranks.
 
     The folder gets its final name only when it is complete. Config and tokenizer files are copied from `companions`.
+    A model with adapters is written as a PEFT folder, which names `base` as the folder of the frozen weights.
 
     Raises:
         StorageError: the weights are in the generation engine.
@@ -67,11 +110,12 @@ def save_weights(
     """
     model.expect_weights()
     world, fault = registry.of(model.grid.groups(*model.grid.axes)), None
-    checkpoint = hf_layout(model.shape)
+    shapes = model.shape.adapter_tensors or model.shape.tensors
+    checkpoint = hf_layout(model.shape, names=tuple(shapes))
     groups = domains(model.layout, checkpoint)
     own, senders = registry.of(groups), group_with(0, groups)
     if model.rank in senders:
-        whole = _empty_checkpoint(model)
+        whole = _empty_checkpoint(model, shapes)
         executor = PlanExecutor(
             compile_plan(model.layout, checkpoint, senders),
             model.rank,
@@ -82,8 +126,12 @@ def save_weights(
             release_source=False,
         )
         if model.rank == 0:
-            shapes, like = dict(sorted(model.shape.tensors.items())), Path(companions) if companions else None
-            files = HfWriter(Path(folder), shapes, DTYPES[model.dtype], max_file_bytes, like)
+            like, dtype = Path(companions) if companions else None, DTYPES[model.dtype]
+            files = (
+                PeftWriter(Path(folder), model.shape, dtype, base)
+                if model.shape.adapters
+                else HfWriter(Path(folder), dict(sorted(shapes.items())), dtype, max_file_bytes, like)
+            )
             fault = _receive(executor, files, whole)
         else:
             executor.run()
@@ -119,10 +167,10 @@ def _receive(executor: PlanExecutor, files: HfWriter, whole: WeightStorage) -> O
     return None
 
 
-def _empty_checkpoint(model: MegatronModel) -> WeightStorage:
+def _empty_checkpoint(model: MegatronModel, shapes: Mapping[str, tuple[int, ...]]) -> WeightStorage:
     """Return all logical tensors on rank 0, without memory until a bucket arrives; nothing on other ranks."""
     tensors = {}
-    for name, shape in model.shape.tensors.items() if model.rank == 0 else ():
+    for name, shape in shapes.items() if model.rank == 0 else ():
         dtype = type_of(name, DTYPES[model.dtype])
         tensors[name] = torch.empty(shape, dtype=dtype, device=device())
         tensors[name].untyped_storage().resize_(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +27,7 @@ FP8 = {
         "weight_block_size": [BLOCK, BLOCK],
     }
 }
-"""What the config.json of a checkpoint in FP8 has more: vLLM then makes matrices in FP8 with scales of their blocks."""
+"""Entries of config.json with which vLLM makes matrices in FP8 with scales of their blocks."""
 MEMORY_SHARE = 0.01
 """Share of the device that vLLM demands to be free at its start, although the KV cache has a size of its own."""
 
@@ -75,7 +75,9 @@ def build_llm(
     settings: EngineSettings,
     stages: Sequence[range],
     on_gpu: bool,
+    options: Mapping[str, Any] | None = None,
 ) -> Any:
+    """Return vLLM's `LLM`, without weights; `options` are further arguments."""
     from vllm import LLM
 
     if not on_gpu:
@@ -112,6 +114,7 @@ def build_llm(
         logprobs_mode="processed_logprobs",
         async_scheduling=False,  # decision 0044
         disable_log_stats=True,
+        **(options or {}),
     )
 
 

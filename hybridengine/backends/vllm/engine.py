@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.backends.engine import Request, Response
+from hybridengine.backends.vllm.adapters import activate, base_name, lora_options, slots
 from hybridengine.backends.vllm.construction import (
     EngineSettings,
     build_llm,
@@ -65,12 +66,15 @@ class VllmEngine:
             importlib.import_module("vllm.v1.engine.core")
         with process_state_kept():
             install_groups(generation, identity)
+            adapters = None if shape.merges_adapters else shape.adapters
+            options = lora_options(adapters, self.layout) if adapters else {}
             with contextlib.ExitStack() as stack:
                 caches = stack.enter_context(routes_cached(shape)) if settings.keep_routes else []
-                self._llm = build_llm(folder, generation, settings, stages, on_gpu)
+                self._llm = build_llm(folder, generation, settings, stages, on_gpu, options)
         self._engine = self._llm.llm_engine
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         prepare_pipeline(self._runner, generation)
+        adapter = activate(self._runner, adapters) if adapters else None
         self.weights = self._make_weights(on_gpu and bool(settings.cuda_graphs), on_gpu)
         if settings.quantization != "none":
             self.weights = QuantizedWeights(self.weights, self._runner.model_config.dtype)
@@ -78,7 +82,7 @@ class VllmEngine:
         """Version of the weights that produce the next tokens."""
         self._caches = _cache_storages([*self._runner.kv_caches, *(cache.experts_SLK for cache in caches)])
         routes = RequestRoutes(self._engine, caches[0]) if caches else None
-        self._requests = RunningRequests(self._engine, self._runner, routes)
+        self._requests = RunningRequests(self._engine, self._runner, routes, adapter)
         self._settings, self._vocab_size = settings, shape.vocab_size
         self._is_ready = True
 
@@ -87,7 +91,7 @@ class VllmEngine:
         if on_gpu and not sleeps:
             view_absorbed(model)
             return WeightStorage(self._parameters(), current=self._parameters)
-        whole = own_parameters(model)
+        whole = {**own_parameters(model), **slots(model)}
         segments = CuMemSegments(whole.values()) if on_gpu else HostSegments(whole)
         view_absorbed(model)
         if not on_gpu:
@@ -96,10 +100,11 @@ class VllmEngine:
 
     def _parameters(self) -> dict[str, Tensor]:
         """Return the model's parameters by their names in the layout: those of experts one by one."""
-        found: dict[str, Tensor] = {}
-        for name, parameter in own_parameters(self._runner.model).items():
+        model = self._runner.model
+        found: dict[str, Tensor] = {name: slot[0, 0] for name, slot in slots(model).items()}
+        for name, parameter in own_parameters(model).items():
             if parameter.dim() < 3:
-                found[name] = parameter
+                found[base_name(name)] = parameter
             else:
                 found |= {f"{name}[{place}]": part for place, part in enumerate(parameter)}
         return found

@@ -6,7 +6,7 @@ import mmap
 from collections.abc import Mapping
 
 import torch
-from torch.nn import Parameter
+from torch import Tensor
 
 from hybridengine.backends.vllm.sleeping import pieces
 
@@ -17,7 +17,7 @@ class HostSegments:
     Experts, which a parameter of three dims stacks, come and go one by one if each fills whole pages.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._places: dict[int, tuple[mmap.mmap, int, int]] = {}
         for parameter in parameters.values():
             memory = mmap.mmap(-1, parameter.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -23,10 +23,15 @@ class RunningRequests:
     A draw depends only on the request's seed and the token's position, not on prompt chunks, preemption or restarts:
     generators of vLLM's first model runner are reseeded before every step; its second one, which needs Triton, has none
     and draws by seed and position itself.
+
+    Args:
+        adapter: vLLM's request for the adapter of all requests, if there is one.
     """
 
-    def __init__(self, engine: Any, runner: Any, routes: RequestRoutes | None = None) -> None:
-        self._engine, self._routes = engine, routes
+    def __init__(
+        self, engine: Any, runner: Any, routes: RequestRoutes | None = None, adapter: Any = None
+    ) -> None:
+        self._engine, self._routes, self._adapter = engine, routes, adapter
         self._states: dict[str, Any] | None = getattr(runner, "requests", None)
         """States with a generator, by request, of the first runner."""
         self._running: dict[str, tuple[Request, Response]] = {}
@@ -70,7 +75,9 @@ class RunningRequests:
                     "prompt_token_ids": list(request.prompt_token_ids),
                     "cache_salt": f"version {version}",
                 }
-                name = self._engine.add_request(request.request_id, prompt, params)
+                name = self._engine.add_request(
+                    request.request_id, prompt, params, lora_request=self._adapter
+                )
                 self._running[name] = request, Response(request.request_id)
                 if self._routes:
                     self._routes.begin(name, request.num_routed)

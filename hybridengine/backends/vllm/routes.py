@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.errors import ConfigError
-from hybridengine.families.family import ExpertSizes
+from hybridengine.families.sizes import ExpertSizes
 from hybridengine.models.shapes import ModelShape
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hybridengine.backends.megatron.groups import build_groups
 from hybridengine.backends.megatron.model import DTYPES, available_names, build_chunks
-from hybridengine.errors import StorageError
 from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.boxes import Box
 from hybridengine.reshard.layout import Layout, LocalParameter, Shard
@@ -82,11 +81,15 @@ class Actor:
         fill(self.layout.shard(self.rank), self.weights, version)
         self.version = version
 
+    @property
+    def retained(self) -> WeightStorage:
+        return WeightStorage({})
+
+    def lend(self, *, regathers: bool = False) -> None:
+        assert not regathers, "a benchmark cuts the actor's weights out of the engine's"
+
+    def take_back(self, *, regathers: bool = False) -> int:
+        return 0
+
     def leave_training(self) -> None:
         pass
-
-    def expect_masters(self) -> None:
-        raise StorageError("the actor of a benchmark has no optimizer, whose master weights could be gathered")
-
-    def regather(self) -> int:
-        raise NotImplementedError("expect_masters comes first")

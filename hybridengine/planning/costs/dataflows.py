@@ -30,6 +30,7 @@ PHASES: Mapping[str, str] = {
     "actor.switch_to_train": "switch_to_train",
     "actor.compute_log_probs": "log_probs",
     "reference.compute_log_probs": "ref_log_probs",
+    "actor.compute_base_log_probs": "ref_log_probs",
     "critic.compute_values": "values",
     "cost_critic.compute_values": "cost_values",
     "reward.compute_scores": "scores",
@@ -93,6 +94,7 @@ METHODS: Mapping[str, Method] = {
     "take": Method(Work.GENERATE, prompts=1),
     "update_weights": Method(Work.SWITCH),
     "compute_log_probs": Method(Work.INFER, tokens=1),
+    "compute_base_log_probs": Method(Work.INFER, tokens=1),
     "compute_values": Method(Work.INFER, tokens=1),
     "compute_scores": Method(Work.INFER, tokens=1),
     "map": Method(Work.HOST, numbers=3),
@@ -213,8 +215,13 @@ class _Engines(_Group):
         return {}
 
 
-def calls_of(algorithm: Algorithm, num_prompts: int, samples_per_prompt: int) -> tuple[Call, ...]:
-    """Return the calls of an iteration, in order; ConfigError if the step fails with stand-ins or a call is unknown."""
+def calls_of(
+    algorithm: Algorithm, num_prompts: int, samples_per_prompt: int, *, has_adapters: bool = False
+) -> tuple[Call, ...]:
+    """Return the calls of an iteration, in order; ConfigError if the step fails with stand-ins or a call is unknown.
+
+    With `has_adapters`, the actor answers the calls of the reference.
+    """
     trace = _Trace(num_prompts * samples_per_prompt)
     kinds = {role: _Engines if role == "generation" else _Group for role in (*algorithm.roles, *HELPERS)}
     groups = {role: kind(trace, role) for role, kind in kinds.items()}
@@ -233,4 +240,7 @@ def calls_of(algorithm: Algorithm, num_prompts: int, samples_per_prompt: int) ->
             f"algorithm.name={algorithm.name}: the planner cannot trace its step ({type(error).__name__}: {error});"
             " plan with an algorithm that makes the same calls"
         ) from error
-    return tuple(trace.calls)
+    if not has_adapters:
+        return tuple(trace.calls)
+    base = {"role": "actor", "method": "compute_base_log_probs"}
+    return tuple(replace(call, **base) if call.role == "reference" else call for call in trace.calls)  # type: ignore[arg-type]

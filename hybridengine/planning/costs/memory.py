@@ -12,6 +12,7 @@ import numpy as np
 from hybridengine.config import RunConfig, holder_shape, model_holders, model_shape
 from hybridengine.config.role_sections import MegatronSettings
 from hybridengine.config.run_config import TRAINED
+from hybridengine.families.adapters import is_of_adapter
 from hybridengine.families.family import NameSet, is_of_expert
 from hybridengine.models.shapes import DTYPE_BYTES, FP8_BLOCK, ModelShape
 from hybridengine.reshard.layout import LocalParameter, Shard
@@ -38,6 +39,11 @@ class Holding:
     """Number of parameter tensors."""
     num_of_experts: int = 0
     """Elements that belong to experts, which have replicas of their own."""
+    num_trained: int = 0
+    """Elements that are trained: those of adapters, or all of a model without."""
+    num_trained_of_experts: int = 0
+    num_adapted: int = 0
+    """Elements of frozen weights with adapters."""
 
 
 def training_holding(shape: ModelShape, sizes: TrainSizes, stage: int | None = None) -> Holding:
@@ -156,9 +162,20 @@ def _small(shape: ModelShape, num_layers: int, num_dense: int, num_experts: int)
 
 
 def _counts(shard: Shard) -> np.ndarray:
-    """Return the elements of a shard, its parameters, and the elements of experts among them."""
-    experts = sum(one.num_elements for one in shard.parameters if is_of_expert(one.name))
-    return np.array([shard.num_elements, len(shard.parameters), experts])
+    """Return the fields of `Holding` for a shard."""
+    adapters = [one for one in shard.parameters if is_of_adapter(one.name)]
+    layers = {one.name.rpartition(".")[0] for one in adapters}
+    trained = adapters or shard.parameters
+    return np.array(
+        [
+            shard.num_elements,
+            len(shard.parameters),
+            sum(one.num_elements for one in shard.parameters if is_of_expert(one.name)),
+            sum(one.num_elements for one in trained),
+            sum(one.num_elements for one in trained if is_of_expert(one.name)),
+            sum(one.num_elements for one in shard.parameters if one.name.removesuffix(".weight") in layers),
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -184,6 +201,10 @@ class ModelMemory:
     """Moments, and float32 master weights if the weights are not float32; sharded over the replicas of a weight."""
     fp8_bytes: int = 0
     """Copies of the matrices in 8 bits, from the first pass until training is left."""
+    trained_bytes: int = 0
+    """The weights that are trained: those of adapters, or all of a model without."""
+    kept_bytes: int = 0
+    """Frozen weights that stay while the engine has them with adapters merged in."""
 
     def states(self, *, is_actor: bool, offloads: bool, infer: int = 0, update: int = 0) -> StateBytes:
         """Return the bytes by activity, given the bytes of activations of forward passes and of updates."""
@@ -246,16 +267,20 @@ def model_memory(
     weights_bytes = num_elements * DTYPE_BYTES[dtype]
     if not trains:
         return ModelMemory(weights_bytes, 0, 0)
-    dense, each = num_elements - held.num_of_experts, optimizer_weight_bytes(dtype)
+    dense, each = held.num_trained - held.num_trained_of_experts, optimizer_weight_bytes(dtype)
     optimizer_bytes = -(-dense * each // (sizes.dp_size * sizes.cp_size))
-    optimizer_bytes += -(-held.num_of_experts * each // sizes.expert_replicas)
+    optimizer_bytes += -(-held.num_trained_of_experts * each // sizes.expert_replicas)
     weights = [layer_weights(shape, block) for block in shape.split_layers(*sizes.blocks)[:: sizes.pp_size]]
     matrices = sum(
         own.every // sizes.tp_size + own.experts // (sizes.expert_parts * sizes.expert_shards)
         for own in weights
     )
     fp8_bytes = int(matrices * FP8_WEIGHT_BYTES[settings.fp8])
-    return ModelMemory(weights_bytes, num_elements * GRADIENT_BYTES, optimizer_bytes, fp8_bytes)
+    trained = held.num_trained * DTYPE_BYTES[dtype]
+    kept = held.num_adapted * DTYPE_BYTES[dtype] if shape.merges_adapters else 0
+    return ModelMemory(
+        weights_bytes, held.num_trained * GRADIENT_BYTES, optimizer_bytes, fp8_bytes, trained, kept
+    )
 
 
 def engine_weight_bytes(config: RunConfig) -> int:
@@ -275,4 +300,4 @@ def checkpoint_bytes(config: RunConfig) -> int:
     dtype = config.model.dtype
     each = DTYPE_BYTES[dtype] + optimizer_weight_bytes(dtype)
     trained = (holder for holder in model_holders(config) if holder.role in TRAINED)
-    return sum(each * holder_shape(config, holder).num_parameters for holder in trained)
+    return sum(each * holder_shape(config, holder).num_trained for holder in trained)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridengine.families.family import ExpertSizes
+from hybridengine.families.sizes import ExpertSizes
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.costs.clusters import Axis, Fabric
 from hybridengine.topology.sizes import GenSizes, TrainSizes

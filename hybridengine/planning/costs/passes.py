@@ -174,8 +174,12 @@ class ModelPasses:
         d = self.sizes.dp_size * c
         held = training_holding(self.shape, self.sizes)
         shares = [
-            (held.num_elements - held.num_of_experts, d, (Axis(c, t), Axis(self.sizes.dp_size, p * t * c))),
-            (held.num_of_experts, self.sizes.expert_replicas, replica_axes(self.sizes)),
+            (
+                held.num_trained - held.num_trained_of_experts,
+                d,
+                (Axis(c, t), Axis(self.sizes.dp_size, p * t * c)),
+            ),
+            (held.num_trained_of_experts, self.sizes.expert_replicas, replica_axes(self.sizes)),
         ]
         memory = sum(
             count * (OPTIMIZER_TRAFFIC_BYTES / replicas + GRADIENT_TRAFFIC_BYTES)

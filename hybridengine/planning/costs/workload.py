@@ -137,7 +137,8 @@ def workload_of(config: RunConfig, lengths: Lengths, prompt_tokens: float | None
         for holder in model_holders(config)
     ]
     samples = config.rollout.samples_per_prompt
-    calls = calls_of(config.algorithm, config.data.batch_size, samples)
+    lora = bool(config.actor.lora.rank)
+    calls = calls_of(config.algorithm, config.data.batch_size, samples, has_adapters=lora)
     return Workload(
         algorithm=config.algorithm.name,
         calls=_with_terms(calls, models),

@@ -16,7 +16,7 @@ from torch import Tensor
 from hybridengine.backends.engine import Response, SamplingSettings, generate
 from hybridengine.backends.megatron.groups import initialize_globals
 from hybridengine.backends.megatron.trainer import MegatronTrainer
-from hybridengine.backends.megatron.weights import load_weights, save_weights
+from hybridengine.backends.megatron.weights import load_weights, save_weights, start_adapters
 from hybridengine.backends.predictions import Predictions
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
@@ -35,6 +35,7 @@ from hybridengine.weights.process_groups import ProcessGroups
 from hybridengine.weights.storage import return_memory_to_system
 from hybridengine.weights.transport import PointToPointTransport
 from tests.full.engines.vllm_ranks import take_place
+from tests.gloo.adapters_by_hand import ADAPTERS
 
 KV_CACHE_BYTES = 64 * 2**20
 MAX_TOKENS = 256
@@ -94,17 +95,20 @@ class Outcome:
     rounds: list[Round] = field(default_factory=list)
 
 
-def live_through_rounds(rank: int, folder: Path, sizes: tuple[str, str, RankOrder], exports: Path) -> Outcome:
-    """Two rounds, two optimizer steps, an export and a third round."""
+def live_through_rounds(
+    rank: int, folder: Path, sizes: tuple[str, str, RankOrder], exports: Path, adapters: Path | None = None
+) -> Outcome:
+    """Two rounds, two optimizer steps, an export and a third round; `adapters` are trained, if they are given."""
     identity = take_place(rank)
     initialize_globals(1)
     registry = ProcessGroups()
-    shape = ModelShape.from_folder(folder)
+    shape = ModelShape.from_folder(folder).with_adapters(ADAPTERS if adapters else None)
     train, gen, order = sizes
     grid = Grid(TrainSizes.parse(train), order)
     generation = GenerationGrid(grid, GenSizes.parse(gen))
     trainer = MegatronTrainer(shape, grid, rank, registry)
     load_weights(trainer, folder)
+    start_adapters(trainer, 0, adapters)
     trainer.start_optimizer(OptimizerSection(lr=0.02))
 
     trainer.leave_training()

@@ -189,9 +189,9 @@ def _second_fails(add: Callable[..., str]) -> Callable[..., str]:
     """Return a function that calls `add` the first time and fails the second time."""
     calls = iter([add])
 
-    def wrapped(*args: Any) -> str:
+    def wrapped(*args: Any, **named: Any) -> str:
         for call in calls:
-            return call(*args)
+            return call(*args, **named)
         raise RuntimeError("no room")
 
     return wrapped

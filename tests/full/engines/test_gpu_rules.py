@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -276,11 +275,16 @@ def check(case: Case, answers: list[Any], folder: Path) -> list[str]:
     """Run a test with these figures of a device; return what it notes."""
     test, parameters, _, _ = case
     notes: list[str] = []
-    given = {"on_device": answering(answers), "folder": folder, "tmp_path": folder, "note": notes.append}
+    given = {
+        "on_device": answering(answers),
+        "folder": folder,
+        "tmp_path": folder,
+        "note": notes.append,
+        "capability": (9, 0),
+    }
     names = test.__code__.co_varnames[: test.__code__.co_argcount]
     rest = iter(parameters)
-    with mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
-        test(*[given[name] if name in given else next(rest) for name in names])
+    test(*[given[name] if name in given else next(rest) for name in names])
     return notes
 
 

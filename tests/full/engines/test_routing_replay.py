@@ -56,7 +56,7 @@ def routes_of(model: Any, tokens: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize(("train", "gen"), [("1-2-2 e=2 etp=1", "1-2 e=2"), ("2-1-2", "2-1")])
 def test_routes_are_those_of_transformers(train: str, gen: str, tmp_path: Path, run_ranks: RankLauncher):
-    """Of requests with common prompts, that move to other engines, and that a full KV cache has preempted."""
+    """Requests have common prompts, move to other engines, or have been preempted by a full KV cache."""
     model = write_model(tmp_path, "qwen3_moe", **SIZES)
     generation = GenerationGrid(Grid(TrainSizes.parse(train)), GenSizes.parse(gen))
     ranks = run_ranks(generation.train.num_ranks, draw, tmp_path, generation)
