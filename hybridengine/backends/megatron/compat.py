@@ -49,7 +49,6 @@ from hybridengine.backends.megatron.routing import Router
 from hybridengine.config.role_sections import OptimizerSection
 from hybridengine.families.family import NameSet
 from hybridengine.families.registry import FAMILIES
-from hybridengine.families.sizes import ExpertSizes
 from hybridengine.models.shapes import ModelShape
 
 if not hasattr(moe_utils, "te_general_gemm"):
