@@ -88,7 +88,9 @@ def _layer_spec(names: NameSet, shape: ModelShape, layer: int) -> ModuleSpec:
     parts: Any = spec.submodules
     attention: Any = parts.self_attention.submodules
     if names is NameSet.LOCAL:
-        attention.core_attention = functools.partial(PackedAttention, window=window)
+        attention.core_attention = (
+            functools.partial(PackedAttention, window=window) if window else PackedAttention
+        )
         parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
         if is_latent:
             attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear

@@ -56,7 +56,7 @@ def _are_uneven(tensors: list[torch.Tensor]) -> bool:
 
 
 class _CudaToCpu(TorchFunctionMode):
-    """Creates tensors requested on a GPU on the CPU, and reports CUDA tensor type names."""
+    """Creates tensors requested on a GPU or in pinned memory on the CPU, and reports CUDA tensor type names."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -70,6 +70,8 @@ class _CudaToCpu(TorchFunctionMode):
             args = (args[0], *(_CPU if _names_cuda(argument) else argument for argument in args[1:]))
         if kwargs and _names_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
 
 
