@@ -56,8 +56,14 @@ CASES: dict[int, list[tuple[str, MegatronSettings]]] = {
 MIXTURE: dict[int, list[tuple[str, MegatronSettings]]] = {
     2: [("1-1-2 e=2", PLAIN), ("1-2-1 e=2 etp=1", FULL), ("1-1-2", PLAIN)]
 }
-MODELS = [("qwen2", True, CASES), ("phi3", False, CASES), ("qwen3_moe", False, MIXTURE)]
-"""Families with three tensors and with one for q, k and v, tied and untied embeddings; and with experts."""
+NORMED: dict[int, list[tuple[str, MegatronSettings]]] = {2: [("1-2-1", PLAIN), ("2-1-1", FULL)]}
+MODELS = [
+    ("qwen2", True, CASES),
+    ("phi3", False, CASES),
+    ("gemma3_text", False, NORMED),
+    ("qwen3_moe", False, MIXTURE),
+]
+"""Families with three tensors and with one for q, k and v, tied and untied embeddings; norms of outputs; experts."""
 
 
 def adapted_trainer(

@@ -93,7 +93,7 @@ class _Adapter:
         set_tensor_model_parallel_attributes(sharded, True, 1 if self._is_row_parallel else 0, 1)
         whole.sequence_parallel = self._sequence_parallel  # type: ignore[attr-defined]
         layer.adapter = self
-        layer.register_forward_hook(self.add)
+        layer.register_forward_hook(self.add, prepend=True)  # before the norm of an output
         self.is_on = True
 
     def add(self, layer: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> Any:
@@ -119,7 +119,9 @@ class _Adapter:
 def _product_input(layer: Any, given: Tensor) -> Tensor:
     """Return what the layer multiplies: Transformer Engine's fused layers normalise their input first."""
     weight = getattr(layer, "layer_norm_weight", None)
-    return given if weight is None else F.rms_norm(given, weight.shape, weight, layer.eps)
+    if weight is None:
+        return given
+    return F.rms_norm(given, weight.shape, weight + 1 if layer.zero_centered_gamma else weight, layer.eps)
 
 
 @contextlib.contextmanager

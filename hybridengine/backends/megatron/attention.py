@@ -116,7 +116,10 @@ class LayerAttention(SelfAttention):
 
 @functools.cache
 def normed(linear: type[nn.Module], norm: type[Any]) -> type[nn.Module]:
-    """Return a class of linear layers, of the class `linear`, whose outputs go through a norm."""
+    """Return a class of linear layers, of the class `linear`, whose outputs go through a norm.
+
+    The norm is a forward hook: adapters add to what it normalizes, in a hook before it.
+    """
 
     class NormedLinear(linear):  # type: ignore[misc, valid-type]
         def __init__(
@@ -124,9 +127,13 @@ def normed(linear: type[nn.Module], norm: type[Any]) -> type[nn.Module]:
         ) -> None:
             super().__init__(input_size, output_size, config=config, **named)
             self.post_layernorm = norm(config, output_size, config.layernorm_epsilon)
-
-        def forward(self, *arguments: Any, **named: Any) -> Any:
-            output, bias = super().forward(*arguments, **named)
-            return self.post_layernorm(output), bias
+            self.register_forward_hook(_normalized)
 
     return NormedLinear
+
+
+def _normalized(
+    layer: Any, inputs: object, outputs: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    output, bias = outputs
+    return layer.post_layernorm(output), bias
