@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.backends.engine import Request, Response
-from hybridengine.backends.vllm.adapters import activate, base_name, lora_options, slots
+from hybridengine.backends.vllm.adapters import activate, base_name, lora_options, scaled, slots
 from hybridengine.backends.vllm.construction import (
     EngineSettings,
     build_llm,
@@ -70,6 +70,8 @@ class VllmEngine:
             options = lora_options(adapters, self.layout) if adapters else {}
             with contextlib.ExitStack() as stack:
                 caches = stack.enter_context(routes_cached(shape)) if settings.keep_routes else []
+                if adapters:
+                    stack.enter_context(scaled(adapters))
                 self._llm = build_llm(folder, generation, settings, stages, on_gpu, options)
         self._engine = self._llm.llm_engine
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
