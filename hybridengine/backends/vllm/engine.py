@@ -114,6 +114,8 @@ class VllmEngine:
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes currently owned by the KV cache."""
+        if self._settings.cuda_graphs and not self._is_ready:
+            return 0  # its storages keep their addresses
         return sum(storage.nbytes() for storage, _ in self._caches)
 
     @property
