@@ -13,7 +13,7 @@ Weights, gradients, optimizer state, cache and activations are counted; what CUD
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -65,6 +65,8 @@ class Budget:
     """Bytes of state that waits in host memory; without GPUs, beside the device's bytes in the same memory."""
     remedies: Callable[[str], str]
     """Up to three changes that lower a phase's bytes, as text."""
+    fp8: Mapping[str, str] = field(default_factory=dict)
+    """Matrix products in 8 bits of the rank's models: kind by key."""
 
     @property
     def peak(self) -> str:
@@ -134,7 +136,12 @@ def budget_of(
         {phase: num_bytes + fixed for phase, num_bytes in _pool_phases(config, pool, cost, rank).items()},
         HOST_BYTES + offloaded + _save_bytes(config, models),
         offloaded,
-        partial(_remedies, config, pool, cost, rank),
+        partial(_remedies, config, pool, cost, rank, on_gpus),
+        {
+            f"{model.holder.key}.fp8": model.holder.settings.fp8
+            for model in models
+            if model.holder.settings.fp8 != "none"
+        },
     )
 
 
@@ -289,19 +296,24 @@ def _save_bytes(config: RunConfig, models: list[HeldModel]) -> int:
     return saved
 
 
-def _remedies(config: RunConfig, pool: str, cost: SwitchCost, rank: int | None, phase: str) -> str:
+def _remedies(
+    config: RunConfig, pool: str, cost: SwitchCost, rank: int | None, on_gpus: bool, phase: str
+) -> str:
     """Return the three changes that help a phase most: settings with an effect first, the largest one before others."""
     before = _pool_phases(config, pool, cost, rank)[phase]
     saved = {
         text: before - _pool_phases(changed, pool, cost, rank)[phase]
-        for text, changed in _changes(config, pool)
+        for text, changed in _changes(config, pool, on_gpus)
     }
     helpful = sorted((text for text in saved if saved[text] > 0), key=lambda text: -saved[text])
     return ", ".join([*helpful[:2], *_larger_changes(config, pool, rank, phase)][:3])
 
 
-def _changes(config: RunConfig, pool: str) -> Iterator[tuple[str, RunConfig]]:
-    """Yield changes of settings, each with a configuration that has it; smaller numbers are halved."""
+def _changes(config: RunConfig, pool: str, on_gpus: bool) -> Iterator[tuple[str, RunConfig]]:
+    """Yield changes of settings, each with a configuration that has it; smaller numbers are halved.
+
+    Without GPUs, what is offloaded stays in the same memory.
+    """
 
     def changed(section: str, **values: object) -> RunConfig:
         return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
@@ -319,9 +331,9 @@ def _changes(config: RunConfig, pool: str) -> Iterator[tuple[str, RunConfig]]:
             yield text, changed(name, micro_batch_tokens=config.max_tokens)
         if holder.role in TRAINED and section.recompute != "full":
             yield f"set {name}.recompute=full", changed(name, recompute="full")
-        if holder.role in TRAINED and section.offload == "none":
+        if on_gpus and holder.role in TRAINED and section.offload == "none":
             yield f"set {name}.offload=optimizer", changed(name, offload="optimizer")
-        if holder.role == "reference" and section.offload == "none":
+        if on_gpus and holder.role == "reference" and section.offload == "none":
             yield f"set {name}.offload=weights", changed(name, offload="weights")
 
 

@@ -141,6 +141,8 @@ def test_a_cpu_has_no_context_and_no_graphs() -> None:
     config = loaded("cluster.device=cpu")
     on_cpu, on_gpu = budgets(config, on_gpus=False)["main"], budgets(config)["main"]
     assert on_gpu.device_bytes["save"] - on_cpu.device_bytes["save"] == GPU_BYTES
+    assert "offload" in on_gpu.remedies("save")
+    assert not any("offload" in on_cpu.remedies(phase) for phase in on_cpu.device_bytes)
 
 
 def test_an_offloaded_reference_is_in_host_memory() -> None:
