@@ -66,7 +66,7 @@ class Budget:
     remedies: Callable[[str], str]
     """Up to three changes that lower a phase's bytes, as text."""
     fp8: Mapping[str, str] = field(default_factory=dict)
-    """Matrix products in 8 bits of the rank's models: kind by key."""
+    """Matrix products in 8 bits of the rank's models and of its engine: kind by key."""
 
     @property
     def peak(self) -> str:
@@ -137,12 +137,15 @@ def budget_of(
         HOST_BYTES + offloaded + _save_bytes(config, models),
         offloaded,
         partial(_remedies, config, pool, cost, rank, on_gpus),
-        {
-            f"{model.holder.key}.fp8": model.holder.settings.fp8
-            for model in models
-            if model.holder.settings.fp8 != "none"
-        },
+        _fp8(config, models, has_engine),
     )
+
+
+def _fp8(config: RunConfig, models: list[HeldModel], has_engine: bool) -> dict[str, str]:
+    kinds = {f"{model.holder.key}.fp8": model.holder.settings.fp8 for model in models}
+    if has_engine:
+        kinds["rollout.quantization"] = config.rollout.quantization
+    return {key: kind for key, kind in kinds.items() if kind != "none"}
 
 
 def _pool_phases(config: RunConfig, pool: str, cost: SwitchCost, rank: int | None) -> dict[str, int]:

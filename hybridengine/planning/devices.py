@@ -38,8 +38,8 @@ class Shortage(NamedTuple):
         return f"{self.text}; {self.remedy}"
 
 
-FP8_CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
-"""Compute capability from which Transformer Engine has each scaling."""
+FP8_CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "fp8": (8, 9)}
+"""Compute capability from which Transformer Engine has each scaling, and vLLM its `fp8`."""
 
 
 def fp8_problems(
@@ -54,7 +54,9 @@ def fp8_problems(
         for budget, rank in zip(budgets[name], ranks, strict=True):
             for key, kind in budget.fp8.items():
                 least, device = FP8_CAPABILITY[kind], rank.device
-                if key in found or (device.is_gpu and (not device.capability or device.capability >= least)):
+                # An engine on a CPU has a kernel of this project.
+                fits = not device.capability or device.capability >= least if device.is_gpu else kind == "fp8"
+                if key in found or fits:
                     continue
                 found.add(key)
                 has = f"a GPU of {_version(device.capability)}" if device.is_gpu else "no GPU"
