@@ -72,10 +72,19 @@ def test_products_in_8_bits_need_kernels(
 
 
 def test_budgets_name_the_models_with_products_in_8_bits() -> None:
-    config = load_config(ROOT / "configs/qwen2.5-7b-8gpu.yaml", ["actor.fp8=blockwise"], dry_run=True)
-    assert [budget.fp8 for budget in budgets_of(config, on_gpus=True)["main"]] == [
-        {"actor.fp8": "blockwise"}
-    ] * 8
+    overrides = ["actor.fp8=blockwise", "rollout.quantization=fp8"]
+    config = load_config(ROOT / "configs/qwen2.5-7b-8gpu.yaml", overrides, dry_run=True)
+    expected = {"actor.fp8": "blockwise", "rollout.quantization": "fp8"}
+    assert [budget.fp8 for budget in budgets_of(config, on_gpus=True)["main"]] == [expected] * 8
+
+
+@pytest.mark.parametrize(
+    ("device", "num_problems"),
+    [(Device(GB, False, GB), 0), (Device(GB, True, GB, (8, 9)), 0), (Device(GB, True, GB, (8, 0)), 1)],
+)
+def test_engines_in_8_bits_run_on_a_cpu_and_not_on_every_gpu(device: Device, num_problems: int) -> None:
+    budgets = {"main": [replace(MAIN, fp8={"rollout.quantization": "fp8"})]}
+    assert len(list(fp8_problems(budgets, {"main": [Placed("a", device)]}))) == num_problems
 
 
 def of_rank(budget: Budget, *factors: float) -> list[Budget]:
