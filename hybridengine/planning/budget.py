@@ -183,9 +183,20 @@ def pool_models(config: RunConfig, pool: str, rank: int | None = None) -> list[H
 
 
 def _engine_phases(config: RunConfig) -> dict[str, int]:
-    held = engine_weight_bytes(config) + config.rollout.kv_cache_bytes
+    held = engine_weight_bytes(config) + _cache_bytes(config, config.generation.parallel)
     computing = held + engine_activations(config, model_shape(config), config.generation.parallel)
     return {"start": computing, "switch": held + config.actor.bucket_bytes, "generation": computing}
+
+
+def _cache_bytes(config: RunConfig, gen: GenSizes) -> int:
+    """Return the bytes of an engine's KV cache, and of the experts of its tokens (`rollout.routing_replay`)."""
+    num_bytes, shape = config.rollout.kv_cache_bytes, model_shape(config)
+    if not config.rollout.routing_replay or (experts := shape.experts) is None:
+        return num_bytes
+    train = config.actor.parallel.pp_size
+    slots = num_bytes // shape.kv_token_bytes(train, gen.pp_size, gen.tp_size, config.model.dtype)
+    chosen = (shape.num_layers - experts.num_dense_layers) * experts.num_active
+    return num_bytes + slots * chosen * (1 if experts.num_experts <= 128 else 2)
 
 
 def _phases(config: RunConfig, models: list[HeldModel], weights: SwitchedWeights | None) -> dict[str, int]:
@@ -198,7 +209,7 @@ def _phases(config: RunConfig, models: list[HeldModel], weights: SwitchedWeights
         return {"load": _load(models, states), **training}
     actor = next(model.memory for model in models if model.holder.role == "actor")
     waiting = sum(state.generating for state in states)
-    cache = config.rollout.kv_cache_bytes
+    cache = _cache_bytes(config, config.actor.generate)
     computing = engine_activations(config, model_shape(config), config.actor.generate)
     return {
         "start": actor.weights_bytes + weights.gen_shard + cache + computing,

@@ -179,3 +179,14 @@ def test_a_mixture_of_235b_fits_80_gb() -> None:
     )  # of vLLM's experts: two buffers with a row for each expert of a token
     assert engine_activations(config, shape, GenSizes(1, 8, 8)) > workspace
     assert budget.device_bytes["generation"] - cost.gen_shard_bytes_max - 5 * GIB > workspace
+    replayed = config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update={"routing_replay": not config.rollout.routing_replay})
+        }
+    )
+    # A token has 94 layers of a key and a value of 128 in bfloat16 at t_g = 8, and of eight experts in a byte each.
+    tokens = config.rollout.kv_cache_bytes // (94 * 2 * 128 * 2)
+    other = budget_of(replayed, "main", cost, on_gpus=True).device_bytes
+    for phase, added in {"start": 1, "generation": 1, "switch": 0, "training step": 0}.items():
+        found = abs(other[phase] - budget.device_bytes[phase])
+        assert found == added * tokens * 94 * 8, phase
