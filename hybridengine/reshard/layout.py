@@ -108,6 +108,14 @@ class Shard:
                 found.setdefault(piece.tensor, []).append((parameter.name, piece))
         return found
 
+    def parameters_of(self, tensors: Iterable[str]) -> list[LocalParameter]:
+        """Return the parameters whose bucket is that of `tensors`."""
+        return [parameter for tensor in tensors for parameter in self.by_tensor.get(tensor, ())]
+
+    def boxes(self, tensor: str) -> list[tuple[tuple[str, Piece], Box]]:
+        """Return ((parameter name, piece), box of the piece) for all pieces of a tensor."""
+        return [(where, where[1].box) for where in self.pieces.get(tensor, ())]
+
 
 ShardKey = tuple[int, ...]
 """Coordinates that determine a rank's shard, such as (pp rank, tp rank)."""
