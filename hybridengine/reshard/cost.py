@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridengine.reshard.boxes import num_elements
-from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.plan import Plan
 from hybridengine.topology.links import LinkClass, NodeMap
 
 REMOTE = (LinkClass.SAME_NODE, LinkClass.BETWEEN_NODES)
+"""Links of ranks on one node, and of ranks on two."""
 NUM_STEPS = 2
 """Steps of a plan: transfer from the source layout, and forwarding within a node."""
 GATHERED, SPREAD, COPIED = range(3)
@@ -85,6 +84,7 @@ def rank_costs(plan: Plan, traffic: Traffic, element_bytes: int) -> dict[int, Ra
 def plan_traffic(plan: Plan, nodes: NodeMap | None = None) -> Traffic:
     """Return the elements that each rank moves in each bucket and step; without `nodes`, all ranks share one."""
     place_of = {rank: place for place, rank in enumerate(plan.ranks)}
+    node_of = {rank: nodes.node_of(rank) if nodes else 0 for rank in plan.ranks}
     moved, copied = [], []
     for k, bucket in enumerate(plan.buckets):
         for move in bucket.moves:
@@ -95,9 +95,8 @@ def plan_traffic(plan: Plan, nodes: NodeMap | None = None) -> Traffic:
             if not pack.sent_in_place:
                 copied.append((k, GATHERED, sender, size))
             for rank, in_place in zip(pack.receivers, pack.received_in_place, strict=True):
-                link = nodes.link(pack.source_rank, rank) if nodes else LinkClass.SAME_NODE
-                place, receiver = REMOTE.index(link), place_of[rank]
-                moved += [(k, place, 0, pack.step, receiver, size), (k, place, 1, pack.step, sender, size)]
+                link, receiver = int(node_of[pack.source_rank] != node_of[rank]), place_of[rank]
+                moved += [(k, link, 0, pack.step, receiver, size), (k, link, 1, pack.step, sender, size)]
                 if not in_place:
                     copied.append((k, SPREAD, receiver, size))
     num_buckets, num_ranks = len(plan.buckets), len(plan.ranks)
@@ -114,7 +113,8 @@ def plan_traffic(plan: Plan, nodes: NodeMap | None = None) -> Traffic:
 
 
 def _rank_cost(plan: Plan, rank: int, moved_LD: list[list[int]], copied: int, element_bytes: int) -> RankCost:
-    source, destination = _sizes(plan.source, rank), _sizes(plan.destination, rank)
+    source_shard, destination_shard = plan.source.held(rank), plan.destination.held(rank)
+    source, destination = source_shard.sizes, destination_shard.sizes
     received = sum(received for received, _ in moved_LD)
     kept = sum(source[name] for name in plan.retained(rank))
     twice = kept if rank in plan.destination.keys else 0
@@ -128,7 +128,7 @@ def _rank_cost(plan: Plan, rank: int, moved_LD: list[list[int]], copied: int, el
         for bucket in plan.buckets
     ]
     memory, in_flight = _memory(plan, rank, forms, sum(source.values()) + waiting)
-    held_pieces, needed_pieces = _num_logical(plan.source, rank), _num_logical(plan.destination, rank)
+    lacking = max(0, destination_shard.num_logical - source_shard.num_logical)
     return RankCost(
         received_by_link={
             link: received * element_bytes for link, (received, _) in zip(REMOTE, moved_LD, strict=True)
@@ -138,7 +138,7 @@ def _rank_cost(plan: Plan, rank: int, moved_LD: list[list[int]], copied: int, el
         source_bytes=sum(source.values()) * element_bytes,
         destination_bytes=sum(destination.values()) * element_bytes,
         redundant_bytes=(twice + waiting) * element_bytes,
-        extra_bytes=max(0, received - max(0, needed_pieces - held_pieces)) * element_bytes,
+        extra_bytes=max(0, received - lacking) * element_bytes,
         one_copy_bytes=(kept - twice + sum(map(max, forms))) * element_bytes,
         bucket_bytes=in_flight * element_bytes,
         memory_bytes=tuple(held * element_bytes for held in memory),
@@ -160,14 +160,3 @@ def _memory(plan: Plan, rank: int, forms: list[tuple[int, int]], held: int) -> t
     for _, freed in opened:
         memory.append(memory[-1] - freed)
     return memory, largest
-
-
-def _sizes(layout: Layout, rank: int) -> dict[str, int]:
-    """Return parameter -> elements of its storage; empty for a rank outside the layout."""
-    return {parameter.name: parameter.num_elements for parameter in layout.held(rank).parameters}
-
-
-def _num_logical(layout: Layout, rank: int) -> int:
-    """Return the number of elements of logical tensors that a rank holds, each piece counted once."""
-    boxes = {(tensor, piece.box) for tensor, held in layout.held(rank).pieces.items() for _, piece in held}
-    return sum(num_elements(box) for _, box in boxes)

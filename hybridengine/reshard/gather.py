@@ -45,7 +45,7 @@ Choice = tuple[int, int]
 
 
 class Gather:
-    """Computes the moves of fused tensors, one group after another, in a domain; senders are balanced over all of them."""
+    """Computes the moves of one group of fused tensors after another in a domain; senders are balanced over all."""
 
     def __init__(
         self,
@@ -55,7 +55,10 @@ class Gather:
         nodes: NodeMap | None = None,
         two_step: bool = True,
     ) -> None:
-        self._source, self._destination, self._ranks = source, destination, ranks
+        self._source = source
+        self._held, self._needed = (
+            [(rank, layout.held(rank).pieces) for rank in ranks] for layout in (source, destination)
+        )
         self._node_of = {rank: nodes.node_of(rank) if nodes else 0 for rank in ranks}
         self._two_step = two_step
         self._sent = dict.fromkeys(ranks, 0)
@@ -83,19 +86,19 @@ class Gather:
     def _parts_of(self, tensor: str) -> tuple[list[Move], list[_Delivery]]:
         """Return the local moves of a tensor, and the parts that ranks must fetch."""
         if tensor not in self._parts:
-            self._parts[tensor] = self._needed(tensor)
+            self._parts[tensor] = self._divided(tensor)
         return self._parts[tensor]
 
-    def _needed(self, tensor: str) -> tuple[list[Move], list[_Delivery]]:
+    def _divided(self, tensor: str) -> tuple[list[Move], list[_Delivery]]:
         owners: dict[Box, list[_Holding]] = {}
         own: dict[int, list[_Holding]] = {}
-        for holding in _holdings(self._source, self._ranks, tensor):
+        for holding in _holdings(self._held, tensor):
             owners.setdefault(holding.piece.box, []).append(holding)
             own.setdefault(holding.rank, []).append(holding)
         moves: list[Move] = []
         cuts: dict[Box, _Parts] = {}
         demands: dict[tuple[Box, Box], list[_Holding]] = {}
-        for need in _holdings(self._destination, self._ranks, tensor):
+        for need in _holdings(self._needed, tensor):
             own_boxes = [(holding, holding.piece.box) for holding in own.get(need.rank, ())]
             parts, missing = cover(need.piece.box, own_boxes)
             moves += [Move(tensor, part, holding.place(part), need.place(part)) for holding, part in parts]
@@ -174,6 +177,6 @@ def _delivered(delivery: _Delivery, sender: int, entry: int) -> list[Move]:
     ]
 
 
-def _holdings(layout: Layout, ranks: tuple[int, ...], tensor: str) -> list[_Holding]:
-    """Return the pieces of a tensor with their holders, in rank order."""
-    return [_Holding(rank, *where) for rank in ranks for where in layout.held(rank).pieces.get(tensor, ())]
+def _holdings(held: list[tuple[int, dict[str, list[tuple[str, Piece]]]]], tensor: str) -> list[_Holding]:
+    """Return the pieces of a tensor with their holders, in rank order, given the pieces of all ranks."""
+    return [_Holding(rank, *where) for rank, pieces in held if tensor in pieces for where in pieces[tensor]]

@@ -18,11 +18,22 @@ class Domain:
     def __init__(self, source: Layout, destination: Layout, ranks: tuple[int, ...]) -> None:
         self.source, self.destination, self.ranks = source, destination, ranks
         self.shards: list[Shard] = []
+        self.holders: list[list[int]] = []
+        """Ranks of each of `shards`."""
         self._numbers: tuple[dict[ShardKey, int], dict[ShardKey, int]] = {}, {}
         for layout, numbers in zip((source, destination), self._numbers, strict=True):
-            for key in dict.fromkeys(layout.keys[rank] for rank in ranks if rank in layout.keys):
-                numbers[key] = len(self.shards)
-                self.shards.append(layout.shards[key])
+            for rank in ranks:
+                if (key := layout.keys.get(rank)) is None:
+                    continue
+                if key not in numbers:
+                    numbers[key] = len(self.shards)
+                    self.shards.append(layout.shards[key])
+                    self.holders.append([])
+                self.holders[numbers[key]].append(rank)
+
+    def by_rank(self, counts: dict[int, int]) -> np.ndarray:
+        """Return the counts of all ranks, in the order of `ranks`."""
+        return np.array([counts.get(rank, 0) for rank in self.ranks])
 
     def source_number(self, rank: int) -> int:
         """Return the index of a rank's source shard in `shards`."""
@@ -79,8 +90,9 @@ class Transfer:
         ]
         numbers = {move: number for number, move in enumerate(moves)}
         self._packs = [(pack, [[numbers[move] for move in part] for part in pack.moves]) for pack in packs]
-        filled = {rank: domain.filled(rank, first.tensors) for rank in domain.ranks}
-        released = {rank: domain.released(rank, first.tensors) for rank in domain.ranks}
+        holders = sorted({rank for number in set(shards) for rank in domain.holders[number]})
+        filled = {rank: domain.filled(rank, first.tensors) for rank in holders}
+        released = {rank: domain.released(rank, first.tensors) for rank in holders}
         self._filled = [
             (rank, [destination(rank, one.name) for one in own]) for rank, own in filled.items() if own
         ]
@@ -89,10 +101,12 @@ class Transfer:
             for rank, own in released.items()
             if own
         ]
-        staging = Bucket((), (), tuple(packs), {}, {}).staging
-        staged_R = np.array([staging.get(rank, 0) for rank in domain.ranks])
-        self.in_flight_R = staged_R + [sum(one.num_elements for one in own) for own in filled.values()]
-        self.held_R = staged_R + [sum(one.num_elements for one in own) for own in released.values()]
+        staged_R = domain.by_rank(Bucket((), (), tuple(packs), {}, {}).staging)
+        self.in_flight_R, self.held_R = (
+            staged_R
+            + domain.by_rank({rank: sum([one.num_elements for one in own]) for rank, own in held.items()})
+            for held in (filled, released)
+        )
         self.size = int(self.in_flight_R.max())
         self.senders = frozenset(pack.source_rank for pack in packs if pack.step == 0)
 
