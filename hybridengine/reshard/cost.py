@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridengine.reshard.plan import Plan
+from hybridengine.reshard.plan import Pack, Plan
 from hybridengine.topology.links import LinkClass, NodeMap
 
 REMOTE = (LinkClass.SAME_NODE, LinkClass.BETWEEN_NODES)
@@ -90,22 +90,28 @@ def plan_traffic(plan: Plan, nodes: NodeMap | None = None) -> Traffic:
         for move in bucket.moves:
             if move.is_local:
                 copied.append((k, COPIED, place_of[move.source.rank], move.num_elements))
+        alike: dict[tuple[object, ...], list[Pack]] = {}
         for pack in bucket.packs:
-            size, sender = pack.num_elements, place_of[pack.source_rank]
+            ends = pack.step, pack.source_rank, pack.receivers, pack.sent_in_place, pack.received_in_place
+            alike.setdefault(ends, []).append(pack)
+        for packs in alike.values():
+            pack, count, size = packs[0], len(packs), sum([pack.num_elements for pack in packs])
+            sender = place_of[pack.source_rank]
             if not pack.sent_in_place:
                 copied.append((k, GATHERED, sender, size))
             for rank, in_place in zip(pack.receivers, pack.received_in_place, strict=True):
                 link, receiver = int(node_of[pack.source_rank] != node_of[rank]), place_of[rank]
-                moved += [(k, link, 0, pack.step, receiver, size), (k, link, 1, pack.step, sender, size)]
+                moved.append((k, link, 0, pack.step, receiver, size, count))
+                moved.append((k, link, 1, pack.step, sender, size, count))
                 if not in_place:
                     copied.append((k, SPREAD, receiver, size))
     num_buckets, num_ranks = len(plan.buckets), len(plan.ranks)
     moved_KLDSR = np.zeros((num_buckets, len(REMOTE), 2, NUM_STEPS, num_ranks), dtype=np.int64)
     messages_KLDSR = np.zeros_like(moved_KLDSR)
     copied_KPR = np.zeros((num_buckets, 3, num_ranks), dtype=np.int64)
-    *places, sizes = np.array(moved, dtype=np.int64).reshape(-1, 6).T
+    *places, sizes, counts = np.array(moved, dtype=np.int64).reshape(-1, 7).T
     np.add.at(moved_KLDSR, tuple(places), sizes)
-    np.add.at(messages_KLDSR, tuple(places), 1)
+    np.add.at(messages_KLDSR, tuple(places), counts)
     *places, sizes = np.array(copied, dtype=np.int64).reshape(-1, 4).T
     np.add.at(copied_KPR, tuple(places), sizes)
     overlaps_K = np.array([bucket.overlaps for bucket in plan.buckets], dtype=bool)

@@ -34,6 +34,7 @@ class _Delivery(NamedTuple):
 
     tensor: str
     part: Box
+    size: int
     owners: list[_Holding]
     receivers: list[_Holding]
     enters: bool
@@ -137,12 +138,12 @@ class Gather:
             by_node.setdefault(self._node_of[need.rank], []).append(need)
         for node, receivers in by_node.items():
             near = [owner for owner in owners if self._node_of[owner.rank] == node]
-            yield _Delivery(tensor, part, near or owners, receivers, enters=not near and self._two_step)
+            enters = self._two_step and not near
+            yield _Delivery(tensor, part, num_elements(part), near or owners, receivers, enters)
 
     def _choice(self, delivery: _Delivery) -> Choice:
         """Return the owner that has sent least, and the receiver through which least has entered."""
-        _, part, owners, receivers, enters = delivery
-        size = num_elements(part)
+        _, _, size, owners, receivers, enters = delivery
         sender = _least(self._sent, owners)
         entry, direct = 0, len(receivers)
         if enters:
@@ -164,7 +165,7 @@ def _least(counts: dict[int, int], holdings: list[_Holding]) -> int:
 
 def _delivered(delivery: _Delivery, sender: int, entry: int) -> list[Move]:
     """Return the moves of a part from the chosen sender to the receivers of one node."""
-    tensor, part, owners, receivers, enters = delivery
+    tensor, part, _, owners, receivers, enters = delivery
     direct, passed_on = receivers, list[_Holding]()
     if enters:
         rank = receivers[entry].rank
