@@ -32,7 +32,12 @@ def planned_peaks(config: RunConfig) -> dict[str, int]:
         model.name: memory[model.name].states(is_actor=model.role == "actor", offloads=model.offloads)
         for model in here
     }
-    idle = sum(state.idle for state in states.values())
+    in_host_memory = {
+        holder.name
+        for holder in model_holders(config)
+        if getattr(holder.section, "offload", None) == "weights"
+    }
+    idle = sum(state.idle for name, state in states.items() if name not in in_host_memory)
     phases = budget_of(config, MAIN_POOL, cost_of(config), on_gpus=False).device_bytes
     computing = engine_activations(config, model_shape(config), config.actor.generate)
     switched = max(phases["switch"], phases["generation"] - computing)  # it ends with an empty cache
@@ -54,7 +59,9 @@ def planned_peaks(config: RunConfig) -> dict[str, int]:
                 model.settings,
                 trains=updates,
             )
-            own = states[model.name].update - states[model.name].idle if updates else 0
+            state = states[model.name]
+            own = state.update - state.idle if updates else 0
+            own += state.idle if model.name in in_host_memory else 0
             found[label] = idle + own + kept
     return found
 
