@@ -158,6 +158,19 @@ def test_an_offloaded_reference_is_in_host_memory() -> None:
     assert passes == dict.fromkeys(before, reference) | {"reference.compute_log_probs": 0}
 
 
+def test_deepseek_v3_fits_80_gb() -> None:
+    """On 64 nodes of 8: 256 experts of three matrices in the last 58 of 61 layers, shared among 16·32 ranks."""
+    config = load_config(ROOT / "configs/deepseek-v3.yaml", dry_run=True)
+    shape = model_shape(config)
+    pricer = SwitchPricer(shape, config.model.dtype, config.actor.bucket_bytes, groups_experts=True)
+    cost = pricer.price(config.generation_grid, NodeMap(tuple(config.cluster.ranks_per_node)))
+    budget = budget_of(config, "main", cost, on_gpus=True)
+    assert max(budget.device_bytes.values()) < 80 * 10**9
+    layer = 256 * 3 * 7168 * 2048 / 32
+    assert 4 * layer < cost.train_shard_bytes_max / 2 < 5 * layer  # a stage has at most four layers
+    assert cost.gen_shard_bytes_max == pytest.approx(2 * shape.num_parameters / 32, rel=0.05)
+
+
 def test_a_mixture_of_235b_fits_80_gb() -> None:
     """Its switch is priced with grouped experts, which have the same bytes: the run's own plan takes half a minute."""
     config = load_config(ROOT / "configs/qwen3-235b.yaml", dry_run=True)
