@@ -107,6 +107,10 @@ class DecoderSizes:
     window_rope_theta: float | None = None
     """Base of the rotary embeddings of layers with a window, whose frequencies are not scaled; None if all layers have
     the same rotary embeddings."""
+    rotary_dim: int | None = None
+    """First dims of a head with rotary positions; None for all of them."""
+    qkv_bias: bool | None = None
+    """True if q, k and v have a bias, for a family in which models differ; None for others."""
     query_scalar: float | None = None
     """Attention scores are divided by its square root; None for head_dim."""
 

@@ -116,6 +116,8 @@ _PRESETS = (
             "Phi3ForCausalLM", 40, 5120, 17920, 40, 10, 100352, 16384, 1e-5, 2.5e5),
     _preset("gemma3-1b", "google/gemma-3-1b-it",
             "Gemma3ForCausalLM", 26, 1152, 6912, 4, 1, 262144, 32768, 1e-6, 1e6, head_dim=256, sliding_window=512),
+    _preset("glm4-32b", "zai-org/GLM-4-32B-0414",
+            "Glm4ForCausalLM", 61, 6144, 23040, 48, 2, 151552, 32768, 1e-5, 1e4, attention_bias=False),
     _preset("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B",
             _QWEN3_MOE, 48, 2048, 6144, 32, 4, 151936, 40960, 1e-6, 1e6, **_QWEN3_EXPERTS, moe_intermediate_size=768),
     _preset("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B",

@@ -177,7 +177,11 @@ def transformer_config(
         masked_softmax_fusion=on_gpu,
         persist_layer_norm=on_gpu,
         bias_dropout_fusion=False,
-        apply_rope_fusion=has_te and settings.fusions and shape.latent is None,
+        # For packed rows Megatron-core does not tell Transformer Engine's kernel that dims are interleaved.
+        apply_rope_fusion=has_te
+        and settings.fusions
+        and shape.latent is None
+        and not of_family["rotary_interleaved"],
         **FP8[settings.fp8],
     )
     if sizes.virtual_stages > 1:  # set afterwards: the configuration's own check wants stages of equal size
