@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from hybridengine.families.sizes import DecoderSizes, ExpertSizes, LatentSizes
+from hybridengine.families.sizes import DecoderSizes, ExpertSizes, LatentSizes, Multipliers
 
 
 class NameSet(str, Enum):
@@ -89,6 +89,10 @@ class Family:
     """Values that transformers uses for keys missing from config.json."""
     built_config: Mapping[str, Any] = field(default_factory=dict)
     """Additional config.json entries of a model that is built from sizes."""
+    number_keys: tuple[str, ...] = ()
+    """Keys of config.json whose values are positive numbers."""
+    has_classifier: bool = True
+    """True if transformers has the family with a score head, as critics and reward models are."""
     has_window: bool = False
     """True if setting `sliding_window` alone enables windowed attention in all layers."""
     window_switch: bool = False
@@ -120,9 +124,10 @@ class Family:
     """Field of `LatentSizes` -> key in config.json; empty for plain attention."""
 
     @property
-    def architectures(self) -> tuple[str, str]:
-        """(language model, model with a score head): class names for `architectures` in config.json."""
-        return f"{self.hf_prefix}ForCausalLM", f"{self.hf_prefix}ForSequenceClassification"
+    def architectures(self) -> tuple[str, ...]:
+        """Class names for `architectures` in config.json: language model, and model with a score head if there is one."""
+        names = f"{self.hf_prefix}ForCausalLM", f"{self.hf_prefix}ForSequenceClassification"
+        return names if self.has_classifier else names[:1]
 
     def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the contents of a config.json with `defaults` filled in."""
@@ -162,6 +167,10 @@ class Family:
 
     def query_scalar_of(self, config: Mapping[str, Any]) -> float | None:
         """Return the number by whose square root attention scores are divided; None for head_dim."""
+        return None
+
+    def multipliers_of(self, config: Mapping[str, Any]) -> Multipliers | None:
+        """Return the factors of the model's parts; None if there are none."""
         return None
 
     def refusals(self, config: Mapping[str, Any]) -> Iterator[str]:

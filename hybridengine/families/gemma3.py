@@ -14,7 +14,7 @@ class Gemma3(Family):
     """Gemma 3, whose `rope_parameters` are nested by kind of layer in transformers 5 and flat in published files."""
 
     @property
-    def architectures(self) -> tuple[str, str]:
+    def architectures(self) -> tuple[str, ...]:
         return "Gemma3ForCausalLM", "Gemma3TextForSequenceClassification"
 
     def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,6 +87,7 @@ GEMMA3 = Gemma3(
         "query_pre_attn_scalar": 256,
         "hidden_activation": "gelu_pytorch_tanh",
     },
+    number_keys=("query_pre_attn_scalar",),
     rope_types=("default", "linear"),
     qk_norm=True,
     mlp_norm="pre_feedforward_layernorm.weight",

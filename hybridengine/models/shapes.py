@@ -74,6 +74,7 @@ class ModelShape(DecoderSizes):
         family = ARCHITECTURES[known[0]]
         config = family.completed(config)
         check_sizes(config, family)
+        check_numbers({key: config[key] for key in family.number_keys})
         num_heads = config["num_attention_heads"]
         head_dim, rest = divmod(config["hidden_size"], num_heads)
         if config.get("head_dim") is None and rest:
@@ -83,7 +84,7 @@ class ModelShape(DecoderSizes):
             )
         latent = family.latent_of(config)
         head_dim = latent.head_dim if latent else config.get("head_dim", head_dim)
-        classifies = known[0] == family.architectures[1]
+        classifies = known[0] in family.architectures[1:]
         norm_eps = config.get("rms_norm_eps", 1e-6)
         check_numbers({"rms_norm_eps": norm_eps})
         shape = cls(
@@ -106,6 +107,7 @@ class ModelShape(DecoderSizes):
             windows=window_sizes(config, family),
             qkv_bias=bool(config["attention_bias"]) if family.qkv_bias is None else None,
             query_scalar=family.query_scalar_of(config),
+            multipliers=family.multipliers_of(config),
             **rotary_settings(config, family, head_dim),
         )
         if shape.num_heads % shape.num_kv_heads:
@@ -199,7 +201,12 @@ class ModelShape(DecoderSizes):
         return sum(math.prod(shape) for shape in (self.adapter_tensors or self.tensors).values())
 
     def with_score_head(self) -> ModelShape:
-        """Return this shape with one score per token instead of a vocabulary."""
+        """Return this shape with one score per token instead of a vocabulary; ConfigError if its family has none."""
+        if not FAMILIES[self.family].has_classifier:
+            raise ConfigError(
+                f"{self.family} has no model with a score head in transformers, as critics and reward models are; use a"
+                " model of another family for them, or an algorithm without them"
+            )
         return replace(self, num_labels=1, tied_embeddings=False)
 
     def with_adapters(self, adapters: AdapterSizes | None) -> ModelShape:

@@ -62,6 +62,7 @@ MODELS = [
     ("phi3", False, CASES),
     ("gemma3_text", False, NORMED),
     ("glm4", False, NORMED),
+    ("granite", True, NORMED),
     ("qwen3_moe", False, MIXTURE),
 ]
 """Families with three tensors and with one for q, k and v, and for gate and up; tied and untied embeddings; norms of

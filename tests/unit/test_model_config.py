@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import transformers
 
+from hybridengine.backends.megatron.rotary import softmax_scale
 from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.families.deepseek_v3 import DEEPSEEK_V3
 from hybridengine.families.registry import ARCHITECTURES
+from hybridengine.families.sizes import Multipliers
 from hybridengine.models.shapes import ModelShape
 from tests.unit.model_configs import plain
 
@@ -303,6 +305,18 @@ BAD = {
         {"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": "0.5"},
         '^partial_rotary_factor="0.5" of head_dim=16 must be between 0 and 1',
     ),
+    "Granite's factors": (
+        {"architectures": ["GraniteForCausalLM"], "logits_scaling": 0},
+        "^logits_scaling=0 must be a positive number; restore",
+    ),
+    "Granite's layers": (
+        {"architectures": ["GraniteForCausalLM"], "layer_types": ["full_attention"] * 3},
+        "^layer_types is not supported for granite; use a model with the same attention in all layers$",
+    ),
+    "Granite with a score head": (
+        {"architectures": ["GraniteForSequenceClassification"]},
+        r"^architectures=\['GraniteForSequenceClassification'\] is not supported; use one of ",
+    ),
     "GLM-4 with YaRN": (
         {
             "architectures": ["Glm4ForCausalLM"],
@@ -403,6 +417,19 @@ def test_attention_of_glm4_in_both_styles(nested: bool) -> None:
     assert (usual.rotary_dim, usual.qkv_bias) == (32, True)
     everywhere = plain(architectures=["Glm4ForCausalLM"], partial_rotary_factor=1.0)
     assert ModelShape.from_hf_config(everywhere).rotary_dim is None
+
+
+def test_factors_of_granite() -> None:
+    factors = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 16}
+    contents = plain(architectures=["GraniteForCausalLM"], attention_multiplier=0.0078125, **factors)
+    shape = ModelShape.from_hf_config(contents)
+    assert shape.multipliers == Multipliers(12.0, 0.22, 1 / 16)
+    assert shape.query_scalar == 128**2
+    assert softmax_scale(shape) == 1 / 128
+    with pytest.raises(
+        ConfigError, match=r"^granite has no model with a score head in transformers, as critics"
+    ):
+        shape.with_score_head()
 
 
 def test_what_a_dense_model_may_say_of_experts_and_embeddings() -> None:
