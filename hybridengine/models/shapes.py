@@ -202,12 +202,17 @@ class ModelShape(DecoderSizes):
 
     def with_score_head(self) -> ModelShape:
         """Return this shape with one score per token instead of a vocabulary; ConfigError if its family has none."""
-        if not FAMILIES[self.family].has_classifier:
-            raise ConfigError(
-                f"{self.family} has no model with a score head in transformers, as critics and reward models are; use a"
-                " model of another family for them, or an algorithm without them"
-            )
+        raise_all(self.score_problems())
         return replace(self, num_labels=1, tied_embeddings=False)
+
+    def score_problems(self) -> list[str]:
+        """Return the reasons why the model cannot have a score head."""
+        if FAMILIES[self.family].has_classifier:
+            return []
+        return [
+            f"{self.family} has no model with a score head in transformers, as critics and reward models are; use a model"
+            " of another family for them, or an algorithm without them"
+        ]
 
     def with_adapters(self, adapters: AdapterSizes | None) -> ModelShape:
         """Return this shape with these adapters, or without."""
