@@ -35,7 +35,7 @@ from hybridengine.checkpoints.peft_files import PeftWriter
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError, UnreadableError
 from hybridengine.families.family import is_float32
-from hybridengine.families.sizes import AdapterSizes, ExpertSizes
+from hybridengine.families.sizes import AdapterSizes, ExpertSizes, LatentSizes, Multipliers
 from hybridengine.files import read_object
 from hybridengine.models.checkpoint_files import COMPANIONS_FOLDER, CONFIG_FILE
 from hybridengine.models.shapes import LM_HEAD, SCORE_HEAD, ModelShape
@@ -78,7 +78,12 @@ def read_role_of(folder: Path, shape: ModelShape, dtype: str) -> dict[str, Any]:
 def shape_of_role(role: Mapping[str, Any]) -> ModelShape:
     """Return the shape in the contents of a role.json."""
     shape = dict(role["shape"])
-    kinds = {"experts": ExpertSizes, "adapters": AdapterSizes}
+    kinds = {
+        "experts": ExpertSizes,
+        "latent": LatentSizes,
+        "adapters": AdapterSizes,
+        "multipliers": Multipliers,
+    }
     parts = {key: kind(**_tuples(shape[key])) for key, kind in kinds.items() if shape.get(key)}
     return ModelShape(**{**_tuples(shape), **parts})
 

@@ -26,6 +26,10 @@ def model_conflicts(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
     for holder in model_holders(config):
         yield from _fp8(config, holder)
         with suppress(ConfigError, CheckpointError):  # `_checkpoints` reports the missing shape
+            shape = _shape_without_head(config, holder)
+            if holder.has_score_head and (problems := shape.score_problems()):
+                yield from (Conflict(f"{holder.name}: {one}", ("model", holder.key)) for one in problems)
+                continue
             shape = holder_shape(config, holder)
             actor = shape if holder.role == "actor" else actor
             yield from _sharding(holder, shape)
@@ -167,8 +171,12 @@ def holder_shape(config: RunConfig, holder: ModelHolder) -> ModelShape:
     """Return the shape of a holder's model, including any score head; errors are those of `model_shape`."""
     if holder.role == "actor":
         return model_shape(config)
-    shape = _model_shape(config) if holder.path is None else _shape_at(holder.path, holder.hf_config)
+    shape = _shape_without_head(config, holder)
     return shape.with_score_head() if holder.has_score_head else shape
+
+
+def _shape_without_head(config: RunConfig, holder: ModelHolder) -> ModelShape:
+    return _model_shape(config) if holder.path is None else _shape_at(holder.path, holder.hf_config)
 
 
 def _shape_at(path: str | None, hf_config: str | None) -> ModelShape:

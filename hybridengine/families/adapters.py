@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import groupby
 
 from hybridengine.families.family import Columns, Entry, Rows, Stack, Whole
 from hybridengine.families.sizes import AdapterSizes
@@ -60,18 +59,22 @@ def megatron_adapters(entries: Iterable[Entry], adapters: AdapterSizes | None) -
 
 
 def vllm_adapters(
-    entries: Iterable[Entry], megatron_entries: Iterable[Entry], adapters: AdapterSizes | None
+    entries: Iterable[Entry],
+    megatron_entries: Iterable[Entry],
+    adapters: AdapterSizes | None,
+    *,
+    whole_slots: bool,
 ) -> Iterator[Entry]:
-    """Yield the parameters of the adapters of vLLM's `entries`, which has an A and a B for each logical tensor."""
+    """Yield the parameters of the adapters of vLLM's `entries`, which has an A and a B for each projection, or for the
+    whole of a fused layer if it has `whole_slots`."""
     adapted = {weight for entry in _adapted(megatron_entries, adapters) for weight in _weights(entry)}
     for entry in entries:
         if isinstance(entry, Whole) or not adapted.issuperset(_weights(entry)):
             continue
         layer, first = entry.name.removesuffix(".weight"), _weights(entry)[0]
         parts: list[Stack | Columns] = [entry]
-        if isinstance(entry, Stack):
-            by_tensor = groupby(entry.sections, key=lambda section: section.tensor)
-            parts = [Stack(entry.name, tuple(sections)) for _, sections in by_tensor]
+        if isinstance(entry, Stack) and not whole_slots:
+            parts = [Stack(entry.name, (section,)) for section in entry.sections]
         for number, part in enumerate(parts):
             yield from _factors(part, f"{layer}.lora_a[{number}]", f"{layer}.lora_b[{number}]", first)
 

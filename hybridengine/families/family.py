@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from hybridengine.families.sizes import DecoderSizes, ExpertSizes, LatentSizes
+from hybridengine.families.sizes import DecoderSizes, ExpertSizes, LatentSizes, Multipliers
 
 
 class NameSet(str, Enum):
@@ -62,6 +62,7 @@ class Stack:
 
 Entry = Whole | Columns | Stack
 
+INPUT_NORM = "input_layernorm.weight"
 _NORMS = {
     NameSet.LOCAL: ("input_layernorm.weight", "pre_mlp_layernorm.weight"),
     NameSet.TRANSFORMER_ENGINE: (
@@ -69,6 +70,11 @@ _NORMS = {
         "mlp.linear_fc1.layer_norm_weight",
     ),
 }
+_OUTPUT_NORMS = (
+    "self_attention.linear_proj.post_layernorm.weight",
+    "mlp.linear_fc2.post_layernorm.weight",
+)
+_GATE_UP = "mlp.gate_up_proj.weight"
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,18 +89,32 @@ class Family:
     """Values that transformers uses for keys missing from config.json."""
     built_config: Mapping[str, Any] = field(default_factory=dict)
     """Additional config.json entries of a model that is built from sizes."""
+    number_keys: tuple[str, ...] = ()
+    """Keys of config.json whose values are positive numbers."""
+    has_classifier: bool = True
+    """True if transformers has the family with a score head, as critics and reward models are."""
     has_window: bool = False
     """True if setting `sliding_window` alone enables windowed attention in all layers."""
     window_switch: bool = False
     """True if `use_sliding_window` enables windowed attention in the layers from `max_window_layers` on."""
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     """Supported kinds of rotary embeddings."""
-    qkv_bias: bool = False
-    """True if q, k and v have a bias."""
+    partial_rotary: bool = False
+    """True if `partial_rotary_factor` may exclude the last dims of a head from rotary embeddings."""
+    interleaved_rotary: bool = False
+    """True if rotary embeddings rotate dims 0 and 1, 2 and 3, ...; False if they rotate those of two halves."""
+    qkv_bias: bool | None = False
+    """True if q, k and v have a bias; None if `attention_bias` in config.json decides."""
     qk_norm: bool = False
     """True if each query and key head has an RMS norm."""
-    post_norms: bool = False
-    """True if the outputs of attention and MLP have a norm each, before they are added to the residual stream."""
+    mlp_norm: str = "post_attention_layernorm.weight"
+    """Norm before the MLP."""
+    post_norms: tuple[str, ...] = ()
+    """Norms of the outputs of attention and of the MLP, before they are added to the residual stream; empty for none."""
+    fused_gate_up: bool = False
+    """True if gate and up are one tensor on disk."""
+    whole_slots: bool = False
+    """True if vLLM's adapter of a fused layer is one for all of its rows; False if it is one for each projection."""
     scaled_embedding: bool = False
     """True if the embeddings of tokens are multiplied by the square root of the hidden size."""
 
@@ -104,9 +124,10 @@ class Family:
     """Field of `LatentSizes` -> key in config.json; empty for plain attention."""
 
     @property
-    def architectures(self) -> tuple[str, str]:
-        """(language model, model with a score head): class names for `architectures` in config.json."""
-        return f"{self.hf_prefix}ForCausalLM", f"{self.hf_prefix}ForSequenceClassification"
+    def architectures(self) -> tuple[str, ...]:
+        """Class names for `architectures` in config.json: language model, and model with a score head if there is one."""
+        names = f"{self.hf_prefix}ForCausalLM", f"{self.hf_prefix}ForSequenceClassification"
+        return names if self.has_classifier else names[:1]
 
     def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the contents of a config.json with `defaults` filled in."""
@@ -148,10 +169,14 @@ class Family:
         """Return the number by whose square root attention scores are divided; None for head_dim."""
         return None
 
+    def multipliers_of(self, config: Mapping[str, Any]) -> Multipliers | None:
+        """Return the factors of the model's parts; None if there are none."""
+        return None
+
     def refusals(self, config: Mapping[str, Any]) -> Iterator[str]:
         """Yield the features of a config.json, with `defaults` filled in, that the tables do not support."""
         yield from self.window_refusals(config)
-        if config.get("attention_bias") and not self.qkv_bias:
+        if config.get("attention_bias") and self.qkv_bias is False:
             yield (
                 "attention_bias=true puts a bias on the output projection, which is not supported;"
                 " use a model without it"
@@ -181,11 +206,11 @@ class Family:
 
     def layer_tensors(self, sizes: DecoderSizes, layer: int) -> dict[str, tuple[int, ...]]:
         """Return the logical tensors of a decoder layer as stored on disk: name -> shape, in the model's order."""
-        hidden = sizes.hidden_size
+        norm = (sizes.hidden_size,)
         return {
-            "input_layernorm.weight": (hidden,),
+            INPUT_NORM: norm,
             **self.attention_tensors(sizes),
-            "post_attention_layernorm.weight": (hidden,),
+            **dict.fromkeys((self.mlp_norm, *self.post_norms), norm),
             **self.mlp_tensors(sizes, layer),
         }
 
@@ -195,7 +220,7 @@ class Family:
         tensors: dict[str, tuple[int, ...]] = {}
         for part, rows in (("q", sizes.q_size), ("k", sizes.kv_size), ("v", sizes.kv_size)):
             tensors[f"self_attn.{part}_proj.weight"] = (rows, hidden)
-            if self.qkv_bias:
+            if self.has_qkv_bias(sizes):
                 tensors[f"self_attn.{part}_proj.bias"] = (rows,)
         if self.qk_norm:
             tensors |= {f"self_attn.{part}_norm.weight": (sizes.head_dim,) for part in "qk"}
@@ -203,7 +228,10 @@ class Family:
 
     def mlp_tensors(self, sizes: DecoderSizes, layer: int) -> dict[str, tuple[int, ...]]:
         """Return the logical tensors of a layer's MLP."""
-        return gated_mlp("mlp.", sizes.hidden_size, sizes.ffn_hidden_size)
+        hidden, ffn = sizes.hidden_size, sizes.ffn_hidden_size
+        if self.fused_gate_up:
+            return {_GATE_UP: (2 * ffn, hidden), "mlp.down_proj.weight": (hidden, ffn)}
+        return gated_mlp("mlp.", hidden, ffn)
 
     def qkv_rows(self, sizes: DecoderSizes, kind: str) -> tuple[Rows, ...]:
         """Return the rows that hold the weights (`kind` "weight") or biases ("bias") of q, k and v."""
@@ -215,11 +243,18 @@ class Family:
     def gate_up_rows(self, sizes: DecoderSizes) -> tuple[Rows, ...]:
         """Return the rows that hold the weights of the gate and up projections."""
         ffn = sizes.ffn_hidden_size
+        if self.fused_gate_up:
+            return Rows(_GATE_UP, 0, ffn, ffn), Rows(_GATE_UP, ffn, 2 * ffn, ffn)
         return tuple(Rows(f"mlp.{half}_proj.weight", 0, ffn, ffn) for half in ("gate", "up"))
 
     def megatron_layer(self, sizes: DecoderSizes, names: NameSet, layer: int) -> tuple[Entry, ...]:
         """Return the parameters of a Megatron-core GPTModel layer, without experts."""
-        return (*self.megatron_attention(sizes, names), *self.megatron_mlp(sizes, names, layer))
+        norms = zip(_OUTPUT_NORMS, self.post_norms, strict=bool(self.post_norms))
+        return (
+            *self.megatron_attention(sizes, names),
+            *self.megatron_mlp(sizes, names, layer),
+            *(Whole(name, tensor) for name, tensor in norms),
+        )
 
     def megatron_attention(self, sizes: DecoderSizes, names: NameSet) -> tuple[Entry, ...]:
         """Return the parameters of a Megatron-core layer's attention and of the norm before it.
@@ -229,12 +264,12 @@ class Family:
         input_norm, _ = _NORMS[names]
         attention = "self_attention."
         entries: list[Entry] = [
-            Whole(input_norm, "input_layernorm.weight"),
+            Whole(input_norm, INPUT_NORM),
             Columns(attention + "linear_proj.weight", "self_attn.o_proj.weight"),
         ]
         entries += [
             Stack(attention + f"linear_qkv.{kind}", self.qkv_rows(sizes, kind), groups=sizes.num_kv_heads)
-            for kind in self._qkv_kinds
+            for kind in self._qkv_kinds(sizes)
         ]
         if self.qk_norm:
             entries += [
@@ -245,7 +280,7 @@ class Family:
     def megatron_mlp(self, sizes: DecoderSizes, names: NameSet, layer: int) -> tuple[Entry, ...]:
         """Return the parameters of a Megatron-core layer's MLP and of the norm before it, without experts."""
         return (
-            Whole(_NORMS[names][1], "post_attention_layernorm.weight"),
+            Whole(_NORMS[names][1], self.mlp_norm),
             Stack("mlp.linear_fc1.weight", self.gate_up_rows(sizes)),
             Columns("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
         )
@@ -264,8 +299,9 @@ class Family:
             "gated_linear_unit": True,
             "activation_func": "silu",
             "add_bias_linear": False,
-            "add_qkv_bias": self.qkv_bias,
+            "add_qkv_bias": self.has_qkv_bias(sizes),
             "qk_layernorm": self.qk_norm,
+            "rotary_interleaved": self.interleaved_rotary,
         }
 
     def vllm_layer(self, sizes: DecoderSizes, layer: int) -> tuple[Entry, ...]:
@@ -273,14 +309,13 @@ class Family:
         return (
             *self.vllm_attention(sizes),
             *self.vllm_mlp(sizes, layer),
-            same(Whole, "input_layernorm.weight"),
-            same(Whole, "post_attention_layernorm.weight"),
+            *(same(Whole, norm) for norm in (INPUT_NORM, self.mlp_norm, *self.post_norms)),
         )
 
     def vllm_attention(self, sizes: DecoderSizes) -> tuple[Entry, ...]:
         """Return the parameters of the attention of a layer of vLLM's model."""
         entries: list[Entry] = [
-            Stack(f"self_attn.qkv_proj.{kind}", self.qkv_rows(sizes, kind)) for kind in self._qkv_kinds
+            Stack(f"self_attn.qkv_proj.{kind}", self.qkv_rows(sizes, kind)) for kind in self._qkv_kinds(sizes)
         ]
         entries.append(same(Columns, "self_attn.o_proj.weight"))
         if self.qk_norm:
@@ -290,7 +325,7 @@ class Family:
     def vllm_mlp(self, sizes: DecoderSizes, layer: int) -> tuple[Entry, ...]:
         """Return the parameters of the MLP of a layer of vLLM's model, without experts."""
         return (
-            Stack("mlp.gate_up_proj.weight", self.gate_up_rows(sizes)),
+            Stack(_GATE_UP, self.gate_up_rows(sizes)),
             same(Columns, "mlp.down_proj.weight"),
         )
 
@@ -303,9 +338,12 @@ class Family:
         """Return the reasons why vLLM's model of this family rejects these sizes, at any degree of parallelism."""
         return []
 
-    @property
-    def _qkv_kinds(self) -> tuple[str, ...]:
-        return ("weight", "bias") if self.qkv_bias else ("weight",)
+    def has_qkv_bias(self, sizes: DecoderSizes) -> bool:
+        """Return True if q, k and v of a model of these sizes have a bias."""
+        return bool(sizes.qkv_bias if self.qkv_bias is None else self.qkv_bias)
+
+    def _qkv_kinds(self, sizes: DecoderSizes) -> tuple[str, ...]:
+        return ("weight", "bias") if self.has_qkv_bias(sizes) else ("weight",)
 
 
 def is_of_expert(name: str) -> bool:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
-from hybridengine.families.family import DecoderSizes, Entry, Family, NameSet, Whole
+from hybridengine.families.family import DecoderSizes, Family
 
 _KINDS = {"full_attention", "sliding_attention"}
-_POST = {
-    "self_attention.linear_proj.post_layernorm.weight": "post_attention_layernorm.weight",
-    "mlp.linear_fc2.post_layernorm.weight": "post_feedforward_layernorm.weight",
-}
-"""Megatron's norms of outputs -> logical tensors."""
 
 
 class Gemma3(Family):
     """Gemma 3, whose `rope_parameters` are nested by kind of layer in transformers 5 and flat in published files."""
 
     @property
-    def architectures(self) -> tuple[str, str]:
+    def architectures(self) -> tuple[str, ...]:
         return "Gemma3ForCausalLM", "Gemma3TextForSequenceClassification"
 
     def completed(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,29 +66,11 @@ class Gemma3(Family):
                 f" {config['num_hidden_layers']} layers; restore the model's original config.json"
             )
 
-    def layer_tensors(self, sizes: DecoderSizes, layer: int) -> dict[str, tuple[int, ...]]:
-        norm = (sizes.hidden_size,)
-        tensors = super().layer_tensors(sizes, layer)
-        return tensors | {f"{place}_feedforward_layernorm.weight": norm for place in ("pre", "post")}
-
-    def megatron_layer(self, sizes: DecoderSizes, names: NameSet, layer: int) -> tuple[Entry, ...]:
-        entries = (
-            replace(entry, tensor="pre_feedforward_layernorm.weight")
-            if isinstance(entry, Whole) and entry.tensor == "post_attention_layernorm.weight"
-            else entry
-            for entry in super().megatron_layer(sizes, names, layer)
-        )
-        return (*entries, *(Whole(name, tensor) for name, tensor in _POST.items()))
-
     def megatron_config(self, sizes: DecoderSizes) -> dict[str, Any]:
         return super().megatron_config(sizes) | {
             "activation_func": "gelu_tanh",
             "layernorm_zero_centered_gamma": True,
         }
-
-    def vllm_layer(self, sizes: DecoderSizes, layer: int) -> tuple[Entry, ...]:
-        names = (f"{place}_feedforward_layernorm.weight" for place in ("pre", "post"))
-        return (*super().vllm_layer(sizes, layer), *(Whole(name, name) for name in names))
 
 
 GEMMA3 = Gemma3(
@@ -111,8 +87,10 @@ GEMMA3 = Gemma3(
         "query_pre_attn_scalar": 256,
         "hidden_activation": "gelu_pytorch_tanh",
     },
+    number_keys=("query_pre_attn_scalar",),
     rope_types=("default", "linear"),
     qk_norm=True,
-    post_norms=True,
+    mlp_norm="pre_feedforward_layernorm.weight",
+    post_norms=("post_attention_layernorm.weight", "post_feedforward_layernorm.weight"),
     scaled_embedding=True,
 )

@@ -5,21 +5,17 @@ from __future__ import annotations
 from hybridengine.families.family import Family, Rows
 from hybridengine.families.sizes import DecoderSizes
 
-_QKV, _GATE_UP = "self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight"
+_QKV = "self_attn.qkv_proj.weight"
 
 
 class Phi3(Family):
     """Phi-3 with its fused tensors."""
 
-    def layer_tensors(self, sizes: DecoderSizes, layer: int) -> dict[str, tuple[int, ...]]:
-        hidden, ffn = sizes.hidden_size, sizes.ffn_hidden_size
+    def attention_tensors(self, sizes: DecoderSizes) -> dict[str, tuple[int, ...]]:
+        hidden = sizes.hidden_size
         return {
-            "input_layernorm.weight": (hidden,),
             _QKV: (sizes.q_size + 2 * sizes.kv_size, hidden),
             "self_attn.o_proj.weight": (hidden, sizes.q_size),
-            "post_attention_layernorm.weight": (hidden,),
-            _GATE_UP: (2 * ffn, hidden),
-            "mlp.down_proj.weight": (hidden, ffn),
         }
 
     def qkv_rows(self, sizes: DecoderSizes, kind: str) -> tuple[Rows, ...]:
@@ -30,10 +26,6 @@ class Phi3(Family):
             Rows(_QKV, value, value + sizes.kv_size, sizes.num_kv_heads),
         )
 
-    def gate_up_rows(self, sizes: DecoderSizes) -> tuple[Rows, ...]:
-        ffn = sizes.ffn_hidden_size
-        return Rows(_GATE_UP, 0, ffn, ffn), Rows(_GATE_UP, ffn, 2 * ffn, ffn)
-
 
 PHI3 = Phi3(
     name="phi3",
@@ -42,4 +34,6 @@ PHI3 = Phi3(
     built_config={"pad_token_id": None},  # transformers defaults to 32000, which a small vocabulary lacks
     has_window=True,
     rope_types=("default",),
+    fused_gate_up=True,
+    whole_slots=True,
 )

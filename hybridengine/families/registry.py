@@ -5,6 +5,8 @@ from __future__ import annotations
 from hybridengine.families.deepseek_v3 import DEEPSEEK_V3
 from hybridengine.families.family import Family
 from hybridengine.families.gemma3 import GEMMA3
+from hybridengine.families.glm4 import GLM4
+from hybridengine.families.granite import GRANITE
 from hybridengine.families.llama import LLAMA
 from hybridengine.families.mistral import MISTRAL
 from hybridengine.families.mixtral import MIXTRAL
@@ -15,7 +17,7 @@ from hybridengine.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for family in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, GEMMA3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3)
+    for family in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, GEMMA3, GLM4, GRANITE, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3)
 }
 """Name -> family."""
 

@@ -57,6 +57,17 @@ class LatentSizes:
         return self.key_value_rank + self.rotary_head_dim
 
 
+@dataclass(frozen=True, order=True)
+class Multipliers:
+    """Factors of a model whose parts are scaled."""
+
+    embedding: float
+    """Factor of the embeddings of tokens."""
+    residual: float
+    """Factor of the outputs of attention and MLP, before they are added to the residual stream."""
+    logits: float
+
+
 @dataclass(frozen=True)
 class AdapterSizes:
     """Low-rank adapters of a model's linear layers, whose own weights are frozen: W + alpha / rank * B A."""
@@ -107,8 +118,14 @@ class DecoderSizes:
     window_rope_theta: float | None = None
     """Base of the rotary embeddings of layers with a window, whose frequencies are not scaled; None if all layers have
     the same rotary embeddings."""
+    rotary_dim: int | None = None
+    """First dims of a head with rotary positions; None for all of them."""
+    qkv_bias: bool | None = None
+    """True if q, k and v have a bias, for a family in which models differ; None for others."""
     query_scalar: float | None = None
     """Attention scores are divided by its square root; None for head_dim."""
+    multipliers: Multipliers | None = None
+    """Factors of the model's parts; None for a model without."""
 
     @property
     def merges_adapters(self) -> bool:

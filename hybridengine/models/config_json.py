@@ -12,19 +12,6 @@ from typing import Any
 from hybridengine.errors import ConfigError, shown
 from hybridengine.families.family import Family
 
-ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
-"""Kind of rotary embeddings -> numbers that it needs."""
-ROPE_OPTIONS = {"yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")}
-"""Kind of rotary embeddings -> numbers that it may have."""
-LATENT_NUMBERS = {"yarn": (*ROPE_NUMBERS["yarn"], "beta_fast", "beta_slow", "mscale", "mscale_all_dim")}
-"""Kind of rotary embeddings -> numbers that it needs, and no others, in latent attention, whose defaults differ between
-libraries."""
-
 MAX_SIZE = 2**24
 """Largest dimension or count: beyond any vocabulary or context length."""
 MAX_PARAMETERS = 10**13

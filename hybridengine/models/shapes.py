@@ -14,22 +14,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, raise_all, shown
+from hybridengine.errors import CheckpointError, ConfigError, UnreadableError, raise_all
 from hybridengine.families.adapters import adapter_tensors, peft_tensors
-from hybridengine.families.family import Entry, Family, NameSet, is_of_expert
+from hybridengine.families.family import Entry, NameSet, is_of_expert
 from hybridengine.families.registry import ARCHITECTURES, FAMILIES
 from hybridengine.families.sizes import AdapterSizes, DecoderSizes
 from hybridengine.files import read_object
+from hybridengine.models.attention_json import rotary_settings, window_sizes
 from hybridengine.models.config_json import (
-    LATENT_NUMBERS,
     MAX_PARAMETERS,
-    ROPE_NUMBERS,
-    ROPE_OPTIONS,
     check_features,
     check_kinds,
     check_numbers,
     check_sizes,
-    is_number,
     without_nulls,
 )
 
@@ -77,6 +74,7 @@ class ModelShape(DecoderSizes):
         family = ARCHITECTURES[known[0]]
         config = family.completed(config)
         check_sizes(config, family)
+        check_numbers({key: config[key] for key in family.number_keys})
         num_heads = config["num_attention_heads"]
         head_dim, rest = divmod(config["hidden_size"], num_heads)
         if config.get("head_dim") is None and rest:
@@ -85,7 +83,8 @@ class ModelShape(DecoderSizes):
                 " given; restore the model's original config.json"
             )
         latent = family.latent_of(config)
-        classifies = known[0] == family.architectures[1]
+        head_dim = latent.head_dim if latent else config.get("head_dim", head_dim)
+        classifies = known[0] in family.architectures[1:]
         norm_eps = config.get("rms_norm_eps", 1e-6)
         check_numbers({"rms_norm_eps": norm_eps})
         shape = cls(
@@ -95,7 +94,7 @@ class ModelShape(DecoderSizes):
             ffn_hidden_size=config["intermediate_size"],
             num_heads=num_heads,
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
-            head_dim=latent.head_dim if latent else config.get("head_dim", head_dim),
+            head_dim=head_dim,
             vocab_size=config["vocab_size"],
             max_positions=config["max_position_embeddings"],
             tied_embeddings=bool(config.get("tie_word_embeddings")) and not classifies,
@@ -105,9 +104,11 @@ class ModelShape(DecoderSizes):
             else 0,
             experts=family.experts_of(config),
             latent=latent,
-            windows=_windows(config, family),
+            windows=window_sizes(config, family),
+            qkv_bias=bool(config["attention_bias"]) if family.qkv_bias is None else None,
             query_scalar=family.query_scalar_of(config),
-            **_rotary(config, family),
+            multipliers=family.multipliers_of(config),
+            **rotary_settings(config, family, head_dim),
         )
         if shape.num_heads % shape.num_kv_heads:
             raise ConfigError(
@@ -200,8 +201,18 @@ class ModelShape(DecoderSizes):
         return sum(math.prod(shape) for shape in (self.adapter_tensors or self.tensors).values())
 
     def with_score_head(self) -> ModelShape:
-        """Return this shape with one score per token instead of a vocabulary."""
+        """Return this shape with one score per token instead of a vocabulary; ConfigError if its family has none."""
+        raise_all(self.score_problems())
         return replace(self, num_labels=1, tied_embeddings=False)
+
+    def score_problems(self) -> list[str]:
+        """Return the reasons why the model cannot have a score head."""
+        if FAMILIES[self.family].has_classifier:
+            return []
+        return [
+            f"{self.family} has no model with a score head in transformers, as critics and reward models are; use a model"
+            " of another family for them, or an algorithm without them"
+        ]
 
     def with_adapters(self, adapters: AdapterSizes | None) -> ModelShape:
         """Return this shape with these adapters, or without."""
@@ -330,82 +341,3 @@ def _split_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
 def _one_of(choices: list[int]) -> str:
     texts = [str(choice) for choice in choices]
     return texts[0] if len(texts) == 1 else ", ".join(texts[:-1]) + " or " + texts[-1]
-
-
-def _rotary(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the rotary settings of either config style: transformers 5 nests them, earlier versions do not."""
-    nested: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        style = {
-            "rope_type" if name == "type" else name: value for name, value in config.get(key, {}).items()
-        }
-        if any(nested.get(name, value) != value for name, value in style.items()):
-            raise ConfigError(
-                "rope_parameters and rope_scaling say different things; restore the model's original config.json"
-            )
-        nested |= style
-    theta = nested.get("rope_theta", config.get("rope_theta", 10000.0))
-    kind = nested.get("rope_type", "default")
-    if layered := [key for key, value in nested.items() if isinstance(value, dict)]:
-        raise ConfigError(
-            f"rotary settings by kind of layer ({shown(layered[0])}) are not supported; use another model"
-        )
-    if any(section.get("partial_rotary_factor", 1.0) != 1.0 for section in (config, nested)):
-        raise ConfigError("partial_rotary_factor is not supported; it must be 1.0")
-    check_numbers({"rope_theta": theta})
-    if kind not in family.rope_types:
-        choices = " or ".join(repr(known) for known in family.rope_types)
-        raise ConfigError(f"rope_type={kind!r} is not supported; use {choices}")
-    window_theta = family.window_theta_of(config)
-    if window_theta is not None:
-        check_numbers({"rope_theta of windows": window_theta})
-        window_theta = float(window_theta)
-    if kind == "default":
-        return {"rope_theta": float(theta), "window_rope_theta": window_theta}
-    needed, optional = ROPE_NUMBERS[kind], ROPE_OPTIONS.get(kind, ())
-    if family.latent_keys:
-        needed, optional = LATENT_NUMBERS[kind], ()
-    missing = [key for key in needed if not is_number(nested.get(key))]
-    if missing:
-        raise ConfigError(
-            f"rope_type={kind!r} needs the numbers {', '.join(missing)}; restore the model's original config.json"
-        )
-    if family.latent_keys and "attention_factor" in nested:
-        raise ConfigError(
-            f"attention_factor={shown(nested['attention_factor'])} of rope_type={kind!r} is not supported; remove it"
-        )
-    scaling = {key: nested[key] for key in (*needed, *optional) if key in nested}
-    check_numbers(scaling)
-    if nested.get("truncate", True) is not True:
-        raise ConfigError(
-            f"truncate={shown(nested['truncate'])} of rope_type={kind!r} is not supported; it must be true"
-        )
-    reached = scaling["factor"] * scaling.get("original_max_position_embeddings", math.inf)
-    if kind == "yarn" and config["max_position_embeddings"] > reached:
-        raise ConfigError(
-            f"max_position_embeddings={config['max_position_embeddings']} exceeds {reached:g}, the product of factor and"
-            " original_max_position_embeddings to which vLLM computes YaRN's rotary embeddings; lower it, or raise factor"
-        )
-    return {
-        "rope_type": kind,
-        "rope_theta": float(theta),
-        "rope_scaling": tuple(scaling.items()),
-        "window_rope_theta": window_theta,
-    }
-
-
-def _windows(config: Mapping[str, Any], family: Family) -> tuple[int, ...]:
-    """Return the windows of all layers; empty if none of them is shorter than the longest sequence.
-
-    Layers with rotary embeddings of their own keep a window of any size.
-    """
-    windows, window = family.windows_of(config), config.get("sliding_window")
-    if windows and (type(window) is not int or window < 1):
-        raise ConfigError(
-            f"sliding_window={shown(window)} must be a positive integer, or null if no layer has a window; restore the"
-            " model's original config.json"
-        )
-    own = family.window_theta_of(config) is not None
-    longest = math.inf if own else config["max_position_embeddings"]
-    windows = tuple(size if size < longest else 0 for size in windows)
-    return windows if any(windows) else ()

@@ -118,7 +118,8 @@ def fused_layers() -> Iterator[None]:
 
     def fused_config(*arguments: Any) -> Any:
         config = transformer_config(*arguments)
-        config.apply_rope_fusion, config.bias_activation_fusion = True, config.activation_func is F.silu
+        config.apply_rope_fusion = not config.rotary_interleaved
+        config.bias_activation_fusion = config.activation_func is F.silu
         return config
 
     def normalize(layer: Any, rows: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def vllm_shard(
         entries = family.vllm_layer(shape, layer)
         if not shape.merges_adapters:
             trained = family.megatron_layer(shape, NameSet.LOCAL, layer)
-            entries += tuple(vllm_adapters(entries, trained, shape.adapters))
+            entries += tuple(vllm_adapters(entries, trained, shape.adapters, whole_slots=family.whole_slots))
         parameters += layer_parameters(entries, prefixes, shape.tensors, tp_rank, tp_size)
         if experts := shape.expert_layer(layer):
             # vLLM's e_g parts are its tensor ranks.

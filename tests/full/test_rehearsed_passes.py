@@ -35,6 +35,7 @@ SHAPES = {
     "llama": LLAMA,
     "qwen2": replace(LLAMA, family="qwen2"),
     "qwen3": replace(LLAMA, family="qwen3"),
+    "glm4": replace(LLAMA, family="glm4", rotary_dim=16, qkv_bias=False),
     "critic": LLAMA.with_score_head(),
 }
 SIZES = ("1-1-8", "1-2-4", "1-4-2", "2-2-2", "1-2-2 c=2", "2-2-2 v=2")
@@ -44,6 +45,7 @@ CASES = [
         *(("llama", sizes) for sizes in SIZES),
         ("qwen2", "1-2-4"),
         ("qwen3", "1-2-4"),
+        ("glm4", "1-2-4"),
         ("critic", "1-2-4"),
     ]
     for parallel in ((True, False) if shape == "llama" and sizes != "1-1-8" else (True,))

@@ -61,9 +61,12 @@ MODELS = [
     ("qwen2", True, CASES),
     ("phi3", False, CASES),
     ("gemma3_text", False, NORMED),
+    ("glm4", False, NORMED),
+    ("granite", True, NORMED),
     ("qwen3_moe", False, MIXTURE),
 ]
-"""Families with three tensors and with one for q, k and v, tied and untied embeddings; norms of outputs; experts."""
+"""Families with three tensors and with one for q, k and v, and for gate and up; tied and untied embeddings; norms of
+outputs; experts."""
 
 
 def adapted_trainer(

@@ -50,6 +50,8 @@ MODELS = {
     "qwen3-tied": {"family": "qwen3", "tied": True},
     "llama-value-head": {"family": "llama", "num_labels": 1},
     "gemma3-tied": {"family": "gemma3_text", "tied": True},
+    "glm4-untied": {"family": "glm4", "tied": False},
+    "granite-tied": {"family": "granite", "tied": True},
 }
 
 Records = list[tuple[float, float, list[tuple[float, int]]]]

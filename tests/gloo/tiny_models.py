@@ -37,6 +37,12 @@ YARN = {
 """Rotary scaling of a context of 64 tokens."""
 FEATURES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 4, "sliding_window_pattern": 3, "query_pre_attn_scalar": 24},
+    "granite": {
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.15,
+        "logits_scaling": 1.5,
+    },
 }
 """Family -> entries of the configuration that make its peculiarities matter in a short sequence."""
 CENTRED = ("gemma3_text",)

@@ -34,8 +34,15 @@ EXPERTS = {
 }
 """Mixture of experts -> prefix of its router and experts, and names of gate, up and down."""
 QK_NORM = ("qwen3", "qwen3_moe", "gemma3_text")
-FOUR_NORMS = ("gemma3_text",)
-"""Families with norms before and after attention and MLP."""
+POST_NORMS = {
+    "gemma3_text": ("pre_feedforward", "post_attention", "post_feedforward"),
+    "glm4": ("post_attention", "post_self_attn", "post_mlp"),
+}
+"""Families with norms of outputs -> names of the norm before the MLP, and of those of attention and of the MLP."""
+FUSED_MLP = ("phi3", "glm4")
+"""Families that store gate and up in one tensor."""
+BIASED = ("qwen2", "glm4")
+"""Families whose q, k and v have a bias here."""
 LATENT = LatentSizes(query_rank=3, key_value_rank=512, plain_head_dim=2, rotary_head_dim=64, value_head_dim=3)
 """Sizes of latent attention, of which vLLM fixes two."""
 LATENT_NORMS = {
@@ -77,6 +84,7 @@ def small_shape(
         max_positions=64,
         tied_embeddings=tied,
         num_labels=num_labels,
+        qkv_bias=True if family == "glm4" else None,
     )
 
 
@@ -141,8 +149,8 @@ def attention_rows(shape: ModelShape, tensors: Arrays, prefix: str, kind: str = 
 
 
 def mlp_rows(shape: ModelShape, tensors: Arrays, prefix: str) -> list[np.ndarray]:
-    """Return [gate, up] of a layer, which Phi-3 stores in one tensor."""
-    if shape.family == "phi3":
+    """Return [gate, up] of a layer, which Phi-3 and GLM-4 store in one tensor."""
+    if shape.family in FUSED_MLP:
         return np.split(tensors[f"{prefix}mlp.gate_up_proj.weight"], 2)
     return [tensors[f"{prefix}mlp.{x}_proj.weight"] for x in ("gate", "up")]
 
@@ -202,14 +210,12 @@ def megatron_reference(
         local[new + input_norm] = tensors[old + HF_NORMS[0]]
         pre_mlp = new + (PRE_MLP_NORM if has_experts else mlp_norm)
         local[pre_mlp] = tensors[old + HF_NORMS[1]]
-        if shape.family in FOUR_NORMS:
-            local[pre_mlp] = tensors[old + "pre_feedforward_layernorm.weight"]
-            for linear, place in (
-                ("self_attention.linear_proj", "attention"),
-                ("mlp.linear_fc2", "feedforward"),
-            ):
-                local[f"{new}{linear}.post_layernorm.weight"] = tensors[f"{old}post_{place}_layernorm.weight"]
-        kinds = () if shape.latent else ("weight", "bias") if shape.family == "qwen2" else ("weight",)
+        if shape.family in POST_NORMS:
+            before, *behind = POST_NORMS[shape.family]
+            local[pre_mlp] = tensors[f"{old}{before}_layernorm.weight"]
+            for linear, norm in zip(("self_attention.linear_proj", "mlp.linear_fc2"), behind, strict=True):
+                local[f"{new}{linear}.post_layernorm.weight"] = tensors[f"{old}{norm}_layernorm.weight"]
+        kinds = () if shape.latent else ("weight", "bias") if shape.family in BIASED else ("weight",)
         for kind in kinds:
             fused = megatron_qkv(shape, *attention_rows(shape, tensors, old, kind))
             local[f"{new}self_attention.linear_qkv.{kind}"] = part(fused, 0)
@@ -296,7 +302,7 @@ def vllm_reference(
                 local[f"{start}{x}.weight"] = tensors[f"{start}{x}.weight"]
             for x in ("q_b_proj", "kv_b_proj"):
                 local[f"{start}{x}.weight"] = part(tensors[f"{start}{x}.weight"])
-        kinds = () if shape.latent else ("weight", "bias") if shape.family == "qwen2" else ("weight",)
+        kinds = () if shape.latent else ("weight", "bias") if shape.family in BIASED else ("weight",)
         for kind in kinds:
             q, k, v = attention_rows(shape, tensors, prefix, kind)
             local[f"{prefix}self_attn.qkv_proj.{kind}"] = np.concatenate([part(q), kv_part(k), kv_part(v)])
@@ -304,8 +310,8 @@ def vllm_reference(
             for x in "qk":
                 local[f"{prefix}self_attn.{x}_norm.weight"] = tensors[f"{prefix}self_attn.{x}_norm.weight"]
         local[prefix + "self_attn.o_proj.weight"] = part(tensors[prefix + "self_attn.o_proj.weight"], 1)
-        added = ("pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight")
-        for norm in (*HF_NORMS, *(added if shape.family in FOUR_NORMS else ())):
+        added = {f"{norm}_layernorm.weight" for norm in POST_NORMS.get(shape.family, ())}
+        for norm in {*HF_NORMS, *added}:
             local[prefix + norm] = tensors[prefix + norm]
         if shape.latent and shape.expert_layer(layer):
             bias, shared = prefix + "mlp.gate.e_score_correction_bias", prefix + "mlp.shared_experts."

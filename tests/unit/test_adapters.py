@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from hybridengine.checkpoints.conversion import shape_of_role
 from hybridengine.config import load_config, model_holders
 from hybridengine.families.adapters import MODULES, is_of_adapter
 from hybridengine.families.sizes import AdapterSizes
@@ -59,6 +61,12 @@ def test_a_switch_carries_adapters_that_engines_have(case: Case) -> None:
             given = {name for bucket in plan.buckets for name in bucket.sources.get(rank, ())}
             own = {one.name for one in trained.shard(rank).parameters if is_of_adapter(one.name)}
             assert own & given == (set() if shape.experts else own)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_checkpoints_describe_a_shape_with_all_of_its_parts(name: str) -> None:
+    shape = PRESETS[name].shape().with_adapters(ADAPTERS)
+    assert shape_of_role(json.loads(json.dumps({"shape": asdict(shape)}))) == shape
 
 
 def test_adapters_adapt_the_layers_that_are_named() -> None:

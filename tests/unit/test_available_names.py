@@ -29,21 +29,24 @@ def test_transformer_engine_needs_a_gpu(has_te: bool, on_cpu: bool, expected: Na
 
 
 @pytest.mark.parametrize(
-    ("names", "wanted", "expected"),
+    ("names", "wanted", "name", "expected"),
     [
-        (NameSet.TRANSFORMER_ENGINE, True, True),
-        (NameSet.TRANSFORMER_ENGINE, False, False),
-        (NameSet.LOCAL, True, False),
+        (NameSet.TRANSFORMER_ENGINE, True, "llama2-7b", (True, True)),
+        (NameSet.TRANSFORMER_ENGINE, False, "llama2-7b", (False, False)),
+        (NameSet.LOCAL, True, "llama2-7b", (False, False)),
+        (NameSet.TRANSFORMER_ENGINE, True, "glm4-32b", (False, True)),  # rotates neighbouring dims
     ],
 )
-def test_fusions_need_transformer_engine_and_their_key(names: NameSet, wanted: bool, expected: bool) -> None:
+def test_fusions_need_transformer_engine_and_their_key(
+    names: NameSet, wanted: bool, name: str, expected: tuple[bool, bool]
+) -> None:
     kernels = dict.fromkeys(("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"), object())
     with mock.patch.multiple(rope_utils, **kernels):
         config = model.transformer_config(
-            resolve_model("llama2-7b"),
+            resolve_model(name),
             TrainSizes(1, 1, 1),
             "bfloat16",
             names,
             MegatronSettings(fusions=wanted),
         )
-    assert (config.apply_rope_fusion, config.gradient_accumulation_fusion) == (expected, expected)
+    assert (config.apply_rope_fusion, config.gradient_accumulation_fusion) == expected

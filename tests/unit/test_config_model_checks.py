@@ -165,10 +165,12 @@ def test_model_shape_without_a_model(tmp_path: Path, from_checkpoint: Path) -> N
 
 def test_a_built_model_has_the_shape_that_its_section_says(built: Path) -> None:
     for family, described in FAMILIES.items():
-        latent = ["model.build.num_kv_heads=4", "model.build.tied_embeddings=false"]
-        config = load_config(
-            built, [f"model.build.family={family}", *(latent if described.latent_keys else [])]
-        )
+        overrides = [f"model.build.family={family}"]
+        if described.latent_keys:
+            overrides += ["model.build.num_kv_heads=4", "model.build.tied_embeddings=false"]
+        if not described.has_classifier:
+            overrides += ["algorithm.name=grpo", "rollout.samples_per_prompt=2"]
+        config = load_config(built, overrides)
         assert config.model.build is not None
         contents = config.model.build.hf_config()
         theirs = transformers.AutoConfig.for_model(
@@ -189,6 +191,14 @@ def test_a_built_model_has_the_shape_that_its_section_says(built: Path) -> None:
     shape = model_shape(load_config(built))
     assert (shape.family, shape.vocab_size, shape.head_dim) == ("qwen3", 57, 32)
     assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.max_positions) == (4, 4, 2, 128)
+
+
+def test_a_family_without_score_heads_has_no_critic(built: Path) -> None:
+    (problem,) = problems_of(built, "model.build.family=granite")
+    assert problem == (
+        "critic: granite has no model with a score head in transformers, as critics and reward models are; use a model of"
+        " another family for them, or an algorithm without them"
+    )
 
 
 def test_rows_must_fit_every_models_positions(tmp_path: Path, from_checkpoint: Path) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import transformers
 
+from hybridengine.backends.megatron.rotary import softmax_scale
 from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.families.deepseek_v3 import DEEPSEEK_V3
 from hybridengine.families.registry import ARCHITECTURES
+from hybridengine.families.sizes import Multipliers
 from hybridengine.models.shapes import ModelShape
 from tests.unit.model_configs import plain
 
@@ -144,7 +146,7 @@ BAD = {
     ),
     "nested partial rotary": (
         {"partial_rotary_factor": 1.0, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        "^partial_rotary_factor is not supported; it must be 1.0",
+        "^partial_rotary_factor=0.5 is not supported for llama; it must be 1.0",
     ),
     "rotary by kind of layer": (
         {"rope_parameters": {"full_attention": {"rope_theta": 3.0}}},
@@ -293,7 +295,34 @@ BAD = {
     ),
     "partial rotary": (
         {"partial_rotary_factor": 0.5},
-        "^partial_rotary_factor is not supported; it must be 1.0",
+        "^partial_rotary_factor=0.5 is not supported for llama; it must be 1.0",
+    ),
+    "GLM-4's rotary dims": (
+        {"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 0.3, "head_dim": 32},
+        "^partial_rotary_factor=0.3 of head_dim=32 must be between 0 and 1 and give an even number of dims; restore",
+    ),
+    "GLM-4's rotary share": (
+        {"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": "0.5"},
+        '^partial_rotary_factor="0.5" of head_dim=16 must be between 0 and 1',
+    ),
+    "Granite's factors": (
+        {"architectures": ["GraniteForCausalLM"], "logits_scaling": 0},
+        "^logits_scaling=0 must be a positive number; restore",
+    ),
+    "Granite's layers": (
+        {"architectures": ["GraniteForCausalLM"], "layer_types": ["full_attention"] * 3},
+        "^layer_types is not supported for granite; use a model with the same attention in all layers$",
+    ),
+    "Granite with a score head": (
+        {"architectures": ["GraniteForSequenceClassification"]},
+        r"^architectures=\['GraniteForSequenceClassification'\] is not supported; use one of ",
+    ),
+    "GLM-4 with YaRN": (
+        {
+            "architectures": ["Glm4ForCausalLM"],
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        },
+        "^rope_type='yarn' is not supported; use 'default'$",
     ),
 }
 
@@ -372,6 +401,35 @@ def test_rotary_settings_of_gemma_in_both_styles(nested: bool) -> None:
     theirs: Any = transformers.Gemma3TextConfig.from_dict(contents).rope_parameters
     assert theirs["full_attention"] == {"rope_theta": 2e6, **linear}
     assert theirs["sliding_attention"]["rope_theta"] == 3e4
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_attention_of_glm4_in_both_styles(nested: bool) -> None:
+    """Without the keys, half of a head is rotary, and q, k and v have a bias."""
+    contents = plain(architectures=["Glm4ForCausalLM"], head_dim=64, attention_bias=False)
+    quarter = {"rope_theta": 2e4, "partial_rotary_factor": 0.25}
+    contents |= {"rope_parameters": quarter} if nested else quarter
+    shape = ModelShape.from_hf_config(contents)
+    assert (shape.rotary_dim, shape.rope_theta, shape.qkv_bias) == (16, 2e4, False)
+    theirs: Any = transformers.Glm4Config.from_dict(contents).rope_parameters
+    assert (theirs["partial_rotary_factor"], theirs["rope_theta"]) == (0.25, 2e4)
+    usual = ModelShape.from_hf_config(plain(architectures=["Glm4ForCausalLM"], head_dim=64))
+    assert (usual.rotary_dim, usual.qkv_bias) == (32, True)
+    everywhere = plain(architectures=["Glm4ForCausalLM"], partial_rotary_factor=1.0)
+    assert ModelShape.from_hf_config(everywhere).rotary_dim is None
+
+
+def test_factors_of_granite() -> None:
+    factors = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 16}
+    contents = plain(architectures=["GraniteForCausalLM"], attention_multiplier=0.0078125, **factors)
+    shape = ModelShape.from_hf_config(contents)
+    assert shape.multipliers == Multipliers(12.0, 0.22, 1 / 16)
+    assert shape.query_scalar == 128**2
+    assert softmax_scale(shape) == 1 / 128
+    with pytest.raises(
+        ConfigError, match=r"^granite has no model with a score head in transformers, as critics"
+    ):
+        shape.with_score_head()
 
 
 def test_what_a_dense_model_may_say_of_experts_and_embeddings() -> None:

@@ -26,6 +26,8 @@ PUBLISHED = {
     "mistral-7b": 7_248_023_552,
     "phi-4": 14_659_507_200,
     "gemma3-1b": 999_885_952,
+    "glm4-32b": 32_566_081_536,
+    "granite3.3-8b": 8_170_864_640,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "mixtral-8x7b": 46_702_792_704,
@@ -58,6 +60,9 @@ def test_what_the_count_does_not_show() -> None:
     gemma = PRESETS["gemma3-1b"].shape()
     assert [gemma.window(layer) for layer in range(7)] == [512] * 5 + [0, 512]
     assert (gemma.rope_theta, gemma.window_rope_theta, gemma.query_scalar) == (1e6, 1e4, 256)
+    glm = PRESETS["glm4-32b"].shape()
+    assert (glm.rotary_dim, glm.head_dim, glm.qkv_bias) == (64, 128, False)
+    assert glm.tp_problems(4) == ["t=4 does not divide num_kv_heads=2; choose 1 or 2"]
     assert {name: preset.shape().max_positions for name, preset in PRESETS.items() if "llama" in name} == {
         "llama3-8b": 8192,
         "llama3-70b": 8192,

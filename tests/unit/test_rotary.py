@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.models.glm4.modeling_glm4 import Glm4RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -99,3 +100,25 @@ def test_other_scalings_are_refused(case: str) -> None:
     scaling, changes, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         ModelShape.from_hf_config(config_of(scaling) | changes)
+
+
+def test_a_part_of_each_head_is_rotary() -> None:
+    """GLM-4: dims 0 to 63 of 128 in neighbouring pairs, of which all libraries have one angle each."""
+    contents = plain(
+        architectures=["Glm4ForCausalLM"], rope_theta=5e5, head_dim=128, max_position_embeddings=2048
+    )
+    config, shape = transformers.Glm4Config.from_dict(contents), ModelShape.from_hf_config(contents)
+    positions = torch.tensor([[0, 1, 1000, 2047]])
+    angles = positions[0, :, None].float() * inverse_frequencies(shape)
+    assert angles.shape == (4, 32)
+
+    theirs = Glm4RotaryEmbedding(config)(torch.zeros(1), positions)
+    with set_current_vllm_config(VllmConfig()):
+        settings = dict(config.rope_parameters or {})
+        engine = get_rope(128, 2048, is_neox_style=False, rope_parameters=settings, dtype=torch.float32)
+
+    tables = angles.cos(), angles.sin()
+    for mine, expected in zip(tables, theirs, strict=True):
+        torch.testing.assert_close(torch.cat([mine, mine], -1), expected[0], atol=2e-4, rtol=0)
+    cached = engine.cos_sin_cache[positions[0]]
+    torch.testing.assert_close(torch.cat(tables, -1), cached, atol=2e-4, rtol=0)

@@ -113,12 +113,17 @@ class VocabularyHead(OutputHead):
     partial_gradients = True
 
     def __init__(
-        self, layer: ColumnParallelLinear, vocab_size: int, group: dist.ProcessGroup, sequence_parallel: bool
+        self,
+        layer: ColumnParallelLinear,
+        vocab_size: int,
+        group: dist.ProcessGroup,
+        sequence_parallel: bool,
+        scale: float = 1.0,
     ) -> None:
         super().__init__(group, sequence_parallel)
         self.weight = layer.weight
         """Rows of this rank; None if they are those of the embedding."""
-        self._vocab_size = vocab_size
+        self._vocab_size, self._scale = vocab_size, scale
 
     def outputs(self, hidden_1NH: Tensor, places: Places, model: GPTModel) -> Predictions:
         hidden_NH = hidden_1NH.squeeze(0)
@@ -126,6 +131,8 @@ class VocabularyHead(OutputHead):
             # Not in the forward pass: Megatron-core sums contiguous gradients alone, which that of a transpose is not.
             hidden_NH = copy_to_tensor_model_parallel_region(hidden_NH, group=self._group)
         weight_WH = model.shared_embedding_or_output_weight() if self.weight is None else self.weight
+        if self._scale != 1.0:  # that of logits
+            hidden_NH = hidden_NH * self._scale
         return Predictions(hidden_NH, weight_WH, self._vocab_size, self._group, places)
 
 
@@ -177,7 +184,11 @@ def transformer_config(
         masked_softmax_fusion=on_gpu,
         persist_layer_norm=on_gpu,
         bias_dropout_fusion=False,
-        apply_rope_fusion=has_te and settings.fusions and shape.latent is None,
+        # For packed rows Megatron-core does not tell Transformer Engine's kernel that dims are interleaved.
+        apply_rope_fusion=has_te
+        and settings.fusions
+        and shape.latent is None
+        and not of_family["rotary_interleaved"],
         **FP8[settings.fp8],
     )
     if sizes.virtual_stages > 1:  # set afterwards: the configuration's own check wants stages of equal size
@@ -222,17 +233,18 @@ def build_chunks(
             if shape.experts is not None:
                 coefs = settings.router_aux_loss_coef, settings.router_z_loss_coef
                 connect_routers(model, blocks[block], shape.experts, coefs)
-            if block == 0 and FAMILIES[shape.family].scaled_embedding:
-                scale = (
-                    torch.tensor(shape.hidden_size**0.5).to(DTYPES[dtype]).item()
-                )  # rounded as weights are
-                model.embedding.register_forward_hook(functools.partial(_scaled, scale))
+            _scale_parts(model, shape, DTYPES[dtype])
             if last:
                 place = groups.tp, config.sequence_parallel
                 model.output_layer = (  # type: ignore[assignment]
                     ScoreHead(shape.hidden_size, shape.num_labels, *place)
                     if shape.num_labels
-                    else VocabularyHead(model.output_layer, shape.vocab_size, *place)
+                    else VocabularyHead(
+                        model.output_layer,
+                        shape.vocab_size,
+                        *place,
+                        scale=shape.multipliers.logits if shape.multipliers else 1.0,
+                    )
                 )
             if shape.adapters:
                 add_adapters(model, shape.adapters, groups, config.sequence_parallel)
@@ -251,8 +263,27 @@ def _freeze_expert_bias(model: GPTModel) -> None:
             module.enable_expert_bias = False  # which makes it count tokens for the change
 
 
-def _scaled(scale: float, module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-    return output * scale
+def _scale_parts(model: GPTModel, shape: ModelShape, dtype: torch.dtype) -> None:
+    """Multiply embeddings, and outputs of attention and MLP, by their factors; adapters add to outputs before that."""
+    scales, factors = dict[nn.Module, float](), shape.multipliers
+    if factors:
+        for name, module in model.named_modules():
+            if name.endswith((".self_attention.linear_proj", ".mlp.linear_fc2")):
+                scales[module] = factors.residual
+    if model.pre_process and factors:
+        scales[model.embedding] = factors.embedding
+    elif model.pre_process and FAMILIES[shape.family].scaled_embedding:
+        scales[model.embedding] = (
+            torch.tensor(shape.hidden_size**0.5).to(dtype).item()
+        )  # rounded as weights are
+    for module, scale in scales.items():
+        if scale != 1.0:
+            module.register_forward_hook(functools.partial(_scaled, scale))
+
+
+def _scaled(scale: float, module: nn.Module, inputs: object, output: Any) -> Any:
+    """Multiply the output of a module, or the first of two: a linear layer returns its bias as well."""
+    return (output[0] * scale, *output[1:]) if isinstance(output, tuple) else output * scale
 
 
 def _mark_sharded(model: GPTModel) -> None:

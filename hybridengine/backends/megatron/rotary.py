@@ -4,7 +4,7 @@ Megatron-core's Llama 3 scaling has fixed constants. Of YaRN it leaves the atten
 angles, where Transformer Engine's kernel for packed rows ignores it without an error. Here the factor, by which queries
 and keys are both multiplied, is part of the scale of attention scores.
 
-Shapes: D dimensions of a head, of which half are frequencies.
+Shapes: D rotary dimensions of a head, of which half are frequencies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybridengine.families.family import DecoderSizes
 
 def inverse_frequencies(sizes: DecoderSizes) -> Tensor:
     """Return the angles between neighbouring positions, [D / 2] float32, of layers without a window."""
-    plain, scaling = _plain(sizes.head_dim, sizes.rope_theta), _numbers(sizes)
+    plain, scaling = _plain(sizes.rotary_dim or sizes.head_dim, sizes.rope_theta), _numbers(sizes)
     if sizes.rope_type == "linear":
         return plain / scaling["factor"]
     if sizes.rope_type == "llama3":

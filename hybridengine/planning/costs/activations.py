@@ -68,8 +68,10 @@ def layer_bytes(
     # in place of the product; the input, gathered, and its gradient in place of gate and up.
     working = hidden + max(ffn + gathered, 2 * ffn, whole + gathered - ffn)
     forward = 2 * hidden + max(3 * ffn, gathered + 2 * ffn, ffn + whole)
-    attention = 3 * hidden + 4 / parts + heads / tp_size
-    return LayerBytes(hidden, attention, hidden + 4 / parts + 3 * ffn, working, forward)
+    norm = hidden + 4 / parts
+    post_norm = norm if FAMILIES[shape.family].post_norms else 0
+    attention = 2 * hidden + norm + heads / tp_size + post_norm
+    return LayerBytes(hidden, attention, norm + 3 * ffn + post_norm, working, forward)
 
 
 def mixed_layer_bytes(

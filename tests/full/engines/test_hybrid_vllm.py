@@ -75,6 +75,8 @@ CASES = [
     Case("phi3", False, "1-2-1", "1-1"),
     Case("mistral", True, "2-1-1", "1-1", features={"sliding_window": 20}),
     Case("gemma3_text", False, "1-2-1", "1-1", features={"sliding_window": 20}),
+    Case("glm4", False, "2-2-1", "1-1"),
+    Case("granite", True, "2-1-2", "1-1"),
     Case(
         "llama", False, "2-1-2", "2-1", RankOrder.MEGATRON, {"rope_parameters": LINEAR}
     ),  # pipelines [0, 2] and [1, 3]
@@ -94,10 +96,13 @@ CASES = [
     Case("llama", False, "1-4-1", "1-2", adapted=True),
     Case("phi3", False, "1-2-1", "1-2", adapted=True),
     Case("gemma3_text", False, "1-2-1", "1-1", features={"sliding_window": 20}, adapted=True),
+    Case("glm4", True, "1-2-1", "1-2", features={"attention_bias": False}, adapted=True),
+    Case("granite", False, "1-2-1", "1-1", adapted=True),
     Case("qwen3_moe", False, "1-2-1 e=2 etp=1", "1-2 e=2", adapted=True),
 ]
 """One for each family, with gathers over both axes, one of them, and none; context ranks with virtual stages; and
-adapters of families with one and with three tensors for q, k and v, with norms of outputs, and of experts."""
+adapters of families with one and with three tensors for q, k and v, with one for gate and up, with norms of outputs, and
+of experts."""
 
 
 @dataclass(frozen=True)
