@@ -118,7 +118,7 @@ def fused_layers() -> Iterator[None]:
 
     def fused_config(*arguments: Any) -> Any:
         config = transformer_config(*arguments)
-        config.apply_rope_fusion = not config.rotary_interleaved
+        config.apply_rope_fusion = not (config.rotary_interleaved or config.multi_latent_attention)
         config.bias_activation_fusion = config.activation_func is F.silu
         return config
 
