@@ -63,12 +63,12 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query_SND: Tensor, key_SGD: Tensor, value_SGD: Tensor, lengths: list[int], group: Any
     ) -> Tensor:
         query_SND, key_SGD, value_SGD = (part.contiguous() for part in (query_SND, key_SGD, value_SGD))
-        output_SND = torch.empty_like(query_SND)
+        output_SND = query_SND.new_empty(*query_SND.shape[:2], value_SGD.size(2))
         softmax_SN = query_SND.new_empty(query_SND.shape[:2], dtype=torch.float32)
         ctx.save_for_backward(query_SND, key_SGD, value_SGD, output_SND, softmax_SN)
         ctx.lengths, ctx.group = lengths, group
         if group.size() > 1:
-            both = torch.cat([key_SGD, value_SGD], 1)
+            both = torch.cat([key_SGD.flatten(1), value_SGD.flatten(1)], 1)
             dist.all_gather_into_tensor(
                 both.new_empty(group.size() * len(both), *both.shape[1:]), both, group=group
             )
@@ -85,7 +85,7 @@ class _Attention(torch.autograd.Function):
                 query, query, key, key, query, softmax, 0.0, True
             )
         if ctx.group.size() > 1:
-            both = torch.cat([key_SGD, value_SGD], 1)
+            both = torch.cat([key_SGD.flatten(1), value_SGD.flatten(1)], 1)
             dist.reduce_scatter_tensor(
                 both, both.new_empty(ctx.group.size() * len(both), *both.shape[1:]), group=ctx.group
             )

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hybridengine.formatting import aligned, format_bytes, format_seconds
+from hybridengine.machine import package_versions
 from hybridengine.rehearsal.figures import Phase, RankRehearsal
 
 NOT_REHEARSED = (
@@ -42,6 +43,7 @@ def rehearsal_lines(ranks: Sequence[RankRehearsal], planned: Mapping[str, int], 
         LEFT_OUT + note,
         "",
         "not rehearsed",
+        f"  other versions than megatron-core {package_versions()['megatron-core']}: rehearse in an environment that has the run's",
         *(f"  {one}" for one in NOT_REHEARSED),
     ]
 

@@ -35,11 +35,11 @@ def test_windows_and_norms_follow_the_number_of_a_layer_in_the_model() -> None:
         ).layer_specs
     found = []
     for layer in stage:
-        part, mlp = layer.submodules.self_attention, layer.submodules.mlp
+        part, mlp = layer.submodules.self_attention, compat._mlp_parts(layer.submodules)
         built = part.submodules.core_attention(config=config, layer_number=1)
         found.append((built.window_size, part.params["rotary"]))
         assert part.module is LayerAttention
-        assert part.submodules.linear_proj is mlp.submodules.linear_fc2 is normed(RowParallelLinear, TENorm)
+        assert part.submodules.linear_proj is mlp.linear_fc2 is normed(RowParallelLinear, TENorm)
         assert built is config or built.window_attn_skip_freq is None
     assert found == [((511, 0), 1), (None, 0), ((511, 0), 1)]
     assert config.window_attn_skip_freq == [1, 0]

@@ -104,9 +104,10 @@ def _layer_spec(names: NameSet, shape: ModelShape, layer: int) -> ModuleSpec:
         parts.self_attention.params = {**parts.self_attention.params, "rotary": int(window > 0)}
     if family.post_norms:
         attention.linear_proj = normed(attention.linear_proj, norm)
-        parts.mlp.submodules.linear_fc2 = normed(parts.mlp.submodules.linear_fc2, norm)
+        mlp = _mlp_parts(parts)
+        mlp.linear_fc2 = normed(mlp.linear_fc2, norm)
     if experts:
-        _set_router(spec)
+        _mlp_parts(parts).router = Router
     return spec
 
 
@@ -120,10 +121,11 @@ def _windowed(attention: Any, window: int, *, config: TransformerConfig, **named
     return attention(config=own, **named)  # type: ignore[no-any-return]
 
 
-def _set_router(layer: ModuleSpec) -> None:
-    mlp: Any = layer.submodules.mlp  # type: ignore[union-attr]
-    submodules = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
-    submodules.router = Router
+def _mlp_parts(layer: Any) -> Any:
+    """Return what the MLP of a layer, or its experts, are made of; megatron-core 0.19 has it in a partial function."""
+    return (
+        layer.mlp.keywords["submodules"] if isinstance(layer.mlp, functools.partial) else layer.mlp.submodules
+    )
 
 
 @contextlib.contextmanager

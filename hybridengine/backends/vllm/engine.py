@@ -146,7 +146,7 @@ class VllmEngine:
         return_memory_to_system()  # otherwise the trainer's weights take places in the cache's segment, and pin it
 
     def enter_generation(self, version: int) -> None:
-        """Reallocate the KV cache, zeroed; the weights are those of `version` now."""
+        """Reallocate the KV cache, zeroed without graphs; the weights are those of `version` now."""
         return_memory_to_system()  # one allocation, too large for the gaps of the caching allocator
         if self._settings.cuda_graphs:
             self._llm.wake_up(tags=["kv_cache"])
