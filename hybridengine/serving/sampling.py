@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, islice
 from typing import NamedTuple, TypeVar
@@ -30,6 +31,7 @@ from hybridengine.serving.waiting_samples import WaitingSamples
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+BASE = Source("base", "base")
 PROMPT = "prompt"
 """Kind of a request whose body is a `Prompt`, for the weights that the ranks hold."""
 PROMPTS = TypeAdapter(Prompt)
@@ -123,7 +125,7 @@ class Sampling:
         held = None if self._engines is None else self._engines.held
         if held is None:
             return None
-        model = self._model()
+        model = self._model(None)
         prompts = {
             key: prompt
             for key, (prompt, sampler_id) in asked.items()
@@ -167,21 +169,38 @@ class Sampling:
     def _groups(self, asked: Mapping[str, Asked]) -> Mapping[tuple[Source, bool], dict[str, Prompt]]:
         """Return prompts by the weights that they mean, and whether they are drawn in place; refuse the others."""
         groups, refused = defaultdict[tuple[Source, bool], dict[str, Prompt]](dict), dict[str, Exception]()
-        model = self._model()
         for key, (prompt, sampler_id) in asked.items():
             try:
                 # read here: the weights that it means may have been kept a moment ago
                 sampler = self._sampler(sampler_id)
-                source = source_of(self._store, sampler, model, self._execution.held, self._newest)
+                source = self._source(sampler)
+                if self._execution.has_adapters:  # which the prompts name: one draw has those of many
+                    prompt, source = replace(prompt, adapter=self._adapter(source, sampler)), BASE
                 groups[source, self._engines is None or needs_logits(prompt)][key] = prompt
             except RequestError as error:
                 refused[key] = error
         self._finish(refused)
         return groups
 
-    def _model(self) -> Model | None:
-        """Return the model that holds the ranks."""
+    def _source(self, sampler: Sampler | None) -> Source:
+        """Return the weights that a sampler means; raise RequestError if they are not there."""
+        model, held = self._model(sampler), self._execution.held
+        if self._execution.has_adapters:  # the ranks can hold those of any model that has begun
+            held = model.id if model is not None and model.seq_id >= 0 else None
+        return source_of(self._store, sampler, model, held, self._newest)
+
+    def _adapter(self, source: Source, sampler: Sampler | None) -> str:
+        """Return the folder of the adapters that a sampler means; empty for the base model."""
+        if source.weights == "live" and sampler is not None and sampler.model_id is not None:
+            return self._execution.newest_adapter(self._store.get(Model, sampler.model_id))
+        return "" if sampler is None or source.weights == "base" else str(source.weights)
+
+    def _model(self, sampler: Sampler | None) -> Model | None:
+        """Return the model that holds the ranks; of several with adapters, that of the sampler, if it does."""
         holder = self._turns.holder
+        if self._execution.has_adapters:
+            wanted = None if sampler is None else sampler.model_id
+            holder = wanted if wanted in self._turns.holders else None
         return None if holder is None else self._store.get(Model, holder)
 
     def _push(self, source: Source, request_ids: Iterable[str]) -> bool:
