@@ -48,9 +48,9 @@ class Room:
 
     `places` models hold the ranks at a time, one unless each has adapters of its own, and others wait for them (`Turns`).
     A model's requests are carried out by ascending `seq_id` without gaps. Sampling requests are carried out between them,
-    all that are there in one call, or by a thread of their own if there are engines on other ranks (`Sampling`). A request
-    is known by its owner and `seq_id`: a retry gets the first one's result. Ranks that are lost are started again
-    (`Restarts`), and the request in which they were is carried out again, unless it may be the cause itself.
+    all that are there in one call, or by a thread of their own if there are engines on other ranks (`Sampling`). A
+    request is known by its owner and `seq_id`: a retry gets the first one's result. Ranks that are lost are started
+    again (`Restarts`), and the request in which they were is carried out again, unless it may be the cause itself.
 
     A sampler keeps to the step at which it was made: before weights change, those that a sampler means are saved, and
     those of the `kept_steps` newest steps kept. Older ones are refused, or, with `newest`, get the newest weights.
@@ -200,6 +200,18 @@ class Room:
     def checkpoint(self, path: str) -> Checkpoint:
         """Return the checkpoint at a tinker:// path; raise RequestError if there is none."""
         return self._execution.checkpoint(path)
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """Return the folder of the adapters of a model that an OpenAI client names; None if there is no such model.
+
+        It is empty for the served model itself. Others are, if clients train adapters, paths that
+        save_weights_for_sampler has returned; raises RequestError if one does not exist.
+        """
+        if model in (None, self.ranks.facts.name):
+            return ""
+        is_path = self._execution.has_adapters and model is not None and model.startswith("tinker://")
+        checkpoint = self.checkpoint(model) if is_path and model is not None else None
+        return checkpoint.folder if checkpoint is not None and checkpoint.kind == "sampler" else None
 
     def delete_checkpoint(self, path: str) -> None:
         """Remove a checkpoint; its files stay until no restart needs them."""

@@ -125,12 +125,15 @@ class Sampling:
         held = None if self._engines is None else self._engines.held
         if held is None:
             return None
-        model = self._model(None)
-        prompts = {
-            key: prompt
-            for key, (prompt, sampler_id) in asked.items()
-            if not needs_logits(prompt) and self._means(sampler_id, model, held)
-        }
+        model, prompts = self._model(), dict[str, Prompt]()
+        for key, (prompt, sampler_id) in asked.items():
+            if needs_logits(prompt):
+                continue
+            if not self._execution.has_adapters:
+                if self._means(sampler_id, model, held):
+                    prompts[key] = prompt
+            elif (adapter := self._saved_adapter(prompt, self._sampler(sampler_id))) is not None:
+                prompts[key] = replace(prompt, adapter=adapter)
         if next(iter(asked)) not in prompts:
             return None
         self._put_back([key for key in asked if key not in prompts])
@@ -169,39 +172,46 @@ class Sampling:
     def _groups(self, asked: Mapping[str, Asked]) -> Mapping[tuple[Source, bool], dict[str, Prompt]]:
         """Return prompts by the weights that they mean, and whether they are drawn in place; refuse the others."""
         groups, refused = defaultdict[tuple[Source, bool], dict[str, Prompt]](dict), dict[str, Exception]()
+        model = self._model()
         for key, (prompt, sampler_id) in asked.items():
             try:
                 # read here: the weights that it means may have been kept a moment ago
                 sampler = self._sampler(sampler_id)
-                source = self._source(sampler)
                 if self._execution.has_adapters:  # which the prompts name: one draw has those of many
-                    prompt, source = replace(prompt, adapter=self._adapter(source, sampler)), BASE
+                    prompt, source = replace(prompt, adapter=self._adapter(prompt, sampler)), BASE
+                else:
+                    source = source_of(self._store, sampler, model, self._execution.held, self._newest)
                 groups[source, self._engines is None or needs_logits(prompt)][key] = prompt
             except RequestError as error:
                 refused[key] = error
         self._finish(refused)
         return groups
 
-    def _source(self, sampler: Sampler | None) -> Source:
-        """Return the weights that a sampler means; raise RequestError if they are not there."""
-        model, held = self._model(sampler), self._execution.held
-        if self._execution.has_adapters:  # the ranks can hold those of any model that has begun
-            held = model.id if model is not None and model.seq_id >= 0 else None
-        return source_of(self._store, sampler, model, held, self._newest)
+    def _saved_adapter(self, prompt: Prompt, sampler: Sampler | None) -> str | None:
+        """Return the folder of the adapters that a prompt means, empty for the base model; None if it is not there."""
+        if sampler is None or sampler.model_id is None:
+            return prompt.adapter
+        folder = saved_folder(self._store, sampler)
+        return None if folder is None else str(folder)
 
-    def _adapter(self, source: Source, sampler: Sampler | None) -> str:
-        """Return the folder of the adapters that a sampler means; empty for the base model."""
-        if source.weights == "live" and sampler is not None and sampler.model_id is not None:
-            return self._execution.newest_adapter(self._store.get(Model, sampler.model_id))
-        return "" if sampler is None or source.weights == "base" else str(source.weights)
+    def _adapter(self, prompt: Prompt, sampler: Sampler | None) -> str:
+        """Return the folder of the adapters that a prompt means, which are saved now if they are a model's newest.
 
-    def _model(self, sampler: Sampler | None) -> Model | None:
-        """Return the model that holds the ranks; of several with adapters, that of the sampler, if it does."""
+        Raises RequestError if they are neither saved nor the newest.
+        """
+        saved = self._saved_adapter(prompt, sampler)
+        if saved is not None:
+            return saved
+        assert sampler is not None and sampler.model_id is not None, "the base model needs no folder"
+        model = self._store.get(Model, sampler.model_id)
+        holder = model if model.id in self._turns.holders and model.seq_id >= 0 else None
+        source_of(self._store, sampler, holder, holder and holder.id, self._newest)
+        return self._execution.newest_adapter(model)
+
+    def _model(self) -> Model | None:
+        """Return the model that holds the ranks, if only one can."""
         holder = self._turns.holder
-        if self._execution.has_adapters:
-            wanted = None if sampler is None else sampler.model_id
-            holder = wanted if wanted in self._turns.holders else None
-        return None if holder is None else self._store.get(Model, holder)
+        return None if holder is None or self._execution.has_adapters else self._store.get(Model, holder)
 
     def _push(self, source: Source, request_ids: Iterable[str]) -> bool:
         """Give engines weights that they do not hold; tell those who wait for them if that fails."""

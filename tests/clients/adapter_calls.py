@@ -1,4 +1,4 @@
-"""Calls of the Tinker SDK with adapters, for the client's Python: `python adapter_calls.py PART ARGUMENTS` prints JSON."""
+"""Calls of the Tinker SDK with adapters, for the client's Python: `python adapter_calls.py PART MODELS` prints JSON."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def together(service: tinker.ServiceClient, *wanted: str) -> dict[str, Any]:
     """Steps of models at a time, the gradients of all before each one's step, and samples of all and of the base."""
     models = {name: model_of(service, name) for name in wanted}
     base = service.create_sampling_client(base_model=model_name(service))
-    found: dict[str, Any] = {name: {"losses": [], "info": model.get_info().lora_rank} for name, model in models.items()}
+    found: dict[str, Any] = {
+        name: {"losses": [], "info": model.get_info().lora_rank} for name, model in models.items()
+    }
     early = {}
     for step in range(STEPS):
         passes = {name: model.forward_backward(data(name), "cross_entropy") for name, model in models.items()}
@@ -74,8 +76,12 @@ def together(service: tinker.ServiceClient, *wanted: str) -> dict[str, Any]:
         for model in models.values():
             model.optim_step(ADAM).result()
         if step == 1:
-            early = {name: model.save_weights_and_get_sampling_client().result() for name, model in models.items()}
+            models[wanted[0]].save_state("two").result()
+            early = {
+                name: model.save_weights_and_get_sampling_client().result() for name, model in models.items()
+            }
             found["early"] = drawn({"base": base, **early})
+        print(f"step {step + 1}", flush=True)
     for name, model in models.items():
         found[name] |= {"path": model.save_weights_for_sampler("end").result().path, "id": model.model_id}
     saved = {name: service.create_sampling_client(model_path=found[name]["path"]) for name in models}
@@ -84,10 +90,45 @@ def together(service: tinker.ServiceClient, *wanted: str) -> dict[str, Any]:
     return found
 
 
+def step_of(model: tinker.TrainingClient, which: str) -> None:
+    model.forward_backward(data(which), "cross_entropy").result()
+    model.optim_step(ADAM).result()
+
+
+def states(service: tinker.ServiceClient) -> dict[str, Any]:
+    """A model that another one continues from its state, with and without the optimizer's, and one that loads it."""
+    model = model_of(service, "second")
+    step_of(model, "second")
+    state = model.save_state("one").result().path
+    step_of(model, "second")
+    with_optimizer = service.create_training_client_from_state_with_optimizer(state).result()
+    without = service.create_training_client_from_state(state).result()
+    found: dict[str, Any] = {"rank": with_optimizer.get_info().lora_rank}
+    for one in (with_optimizer, without):
+        step_of(one, "second")
+    ends = {"on": model, "with": with_optimizer, "without": without}
+    found |= {name: one.save_weights_for_sampler("end").result().path for name, one in ends.items()}
+    model.load_state_with_optimizer(state).result()
+    step_of(model, "second")
+    found["loaded"] = model.save_weights_for_sampler("loaded").result().path
+    found["refused"] = []
+    for call in (
+        lambda: service.create_lora_training_client(model_name(service), rank=9).result(),
+        lambda: service.create_lora_training_client(model_name(service), rank=0).result(),
+        lambda: model_of(service, "first").load_state(state).result(),
+        lambda: service.create_sampling_client(model_path=state).result(),
+    ):
+        try:
+            found["refused"].append(f"not refused: {call()}")
+        except Exception as error:
+            found["refused"].append(str(error))
+    return found
+
+
 def main() -> None:
     service = tinker.ServiceClient()
     try:
-        parts = {"together": together}
+        parts = {"together": together, "states": states}
         print(json.dumps(parts[sys.argv[1]](service, *sys.argv[2:])), flush=True)
     finally:
         service.close("success").result()

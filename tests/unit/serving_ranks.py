@@ -110,7 +110,10 @@ class TableRanks:
         """Return samples of a table of logits."""
         if any(prompt.top_p < 1 for prompt in prompts):
             raise RequestError("top_p is not served by a table")
-        return [self._sampled(prompt, table) for prompt in prompts]
+        return [
+            self._sampled(prompt, self.table_of(Path(prompt.adapter)) if prompt.adapter else table)
+            for prompt in prompts
+        ]
 
     def save(self, folder: Path) -> None:
         self._called("save")
