@@ -36,14 +36,17 @@ _IN_HEADER = re.compile(
     re.IGNORECASE,
 )
 """A header as sent, in JSON, in nested JSON, or as a pair of byte strings; up to the closing quote or end of line."""
-_MARKER = re.compile(r"(^|_)(eos|bos|pad|stop|unk|sep|mask|end|start)_tokens?$", re.IGNORECASE)
-"""Names of special tokens of a text, which are not secrets."""
+_OF_TEXT = re.compile(
+    r"(^|_)((eos|bos|pad|stop|unk|sep|mask|end|start)_tokens?|(batch|prompt|response|cache|model|new|max|num)_tokens)$",
+    re.IGNORECASE,
+)
+"""Names of special tokens of a text and of numbers of tokens, which are not secrets."""
 
 
 def is_secret(name: str) -> bool:
     """Return True if the value under this name is a secret."""
     name = _CAMEL.sub("_", name)
-    return _NAME.search(name) is not None and _MARKER.search(name) is None
+    return _NAME.search(name) is not None and _OF_TEXT.search(name) is None
 
 
 _known = set[str]()

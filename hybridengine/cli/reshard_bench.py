@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from hybridengine.bench.reshard.results import PairResult, report
-from hybridengine.bench.reshard.spec import DEFAULT_MODEL, BenchSpec, LayoutPair, MethodName
+from hybridengine.bench.reshard.spec import DEFAULT_MODEL, BenchSpec, LayoutPair, MethodName, methods_for
 from hybridengine.cli.options import DTYPES, add_json_option, between, byte_size
 from hybridengine.cli.outputs import check_outputs, emit, progress_printer
 from hybridengine.formatting import cell, format_bytes, table
@@ -19,7 +19,8 @@ DESCRIPTION = """Measure what switching the actor's weights from training to gen
 Starts p·t·d ranks on this machine, or on the Ray cluster that RAY_ADDRESS names (one per GPU over NCCL, or processes over
 gloo where there is no GPU), builds a real Megatron model of the given shape on them, and lets every method move the same
 weights in turn: micro-dp (this project), model-parallel (HybridFlow-V), full (DeepSpeed-Chat), per-tensor (verl and most
-others) and megatron-core (megatron.core.resharding). A method that delivers a wrong bit ends the benchmark.
+others) and megatron-core (megatron.core.resharding). A method that delivers a wrong bit ends the benchmark. Mixtures of
+experts are moved by micro-dp and megatron-core.
 
 docs/how-to/benchmarks.md describes the methods and the figures."""
 
@@ -27,6 +28,7 @@ EPILOG = """examples:
   hybridengine reshard bench                                          1-4-2 to 1-2 on 8 ranks, every method
   hybridengine reshard bench --train 2-2-1 --gen 1-1 --methods micro-dp megatron-core
   hybridengine reshard bench --pair 1-4-2:1-2 --pair 2-4-1:1-2 --model path/to/config.json --dtype bfloat16
+  hybridengine reshard bench --model path/to/moe.json --train "1-2-2 e=2 etp=1" --gen "1-2 e=2"
   RAY_ADDRESS=auto hybridengine reshard bench --nodes 2 --train 2-4-1 --gen 1-4"""
 
 COLUMNS = {
@@ -58,7 +60,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f" {format_bytes(DEFAULT_MODEL.weight_bytes('float32'))} in float32)",
     )  # fmt: skip
     option("--dtype", choices=DTYPES, default=DTYPES[0], help=f"of the weights (default {DTYPES[0]})")
-    option("--methods", nargs="+", choices=names, default=names, metavar="NAME", help="methods (default all)")
+    option(
+        "--methods",
+        nargs="+",
+        choices=names,
+        metavar="NAME",
+        help="methods (default all that know the model)",
+    )
     option("--repetitions", type=many, default=7, metavar="N", help="counted ones")
     option("--bucket-bytes", type=byte_size, default="16MiB", metavar="BYTES", help="that move together")
     option("--nodes", type=many, default=1, metavar="N", help="nodes with equally many ranks")
@@ -100,10 +108,12 @@ def spec_of(options: argparse.Namespace) -> BenchSpec:
     pairs: list[LayoutPair] = [*(options.pair or ())]
     if options.train or options.gen or not pairs:
         pairs.insert(0, LayoutPair(options.train or TrainSizes(1, 4, 2), options.gen or GenSizes(1, 2)))
+    shape = DEFAULT_MODEL if options.model is None else resolve_model(options.model)
+    named = tuple(MethodName(name) for name in dict.fromkeys(options.methods or ()))
     return BenchSpec(
-        shape=DEFAULT_MODEL if options.model is None else resolve_model(options.model),
+        shape=shape,
         pairs=tuple(dict.fromkeys(pairs)),
-        methods=tuple(MethodName(name) for name in dict.fromkeys(options.methods)),
+        methods=named or methods_for(shape),
         dtype=options.dtype,
         repetitions=options.repetitions,
         bucket_bytes=options.bucket_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -176,6 +177,13 @@ def _disagreements(folder: Path, shape: ModelShape, tensors: dict[str, StoredTen
     unexpected = [name for name in tensors if name not in expected and not name.endswith(".inv_freq")]
     both = [tensors[name] for name in expected if name in tensors]
     problems = []
+    if stacked := [name for name in unexpected if re.search(r"\.experts\.\D", name)]:
+        problems.append(
+            f"{folder}: {_listed(stacked)} stored with the experts of a layer in one tensor; experts must be tensors of"
+            " their own: load the folder with transformers 5 and write it with save_pretrained"
+        )
+        missing = [name for name in missing if ".experts." not in name]
+        unexpected = [name for name in unexpected if name not in stacked]
     if missing:
         problems.append(f"{folder}: {_listed(missing)} described by {config} but not stored; {remedy}")
     if unexpected:

@@ -225,11 +225,9 @@ def _states(config: RunConfig, model: HeldModel) -> StateBytes:
         _activations(config, model, trains=False),
         _activations(config, model, trains=True) if holder.role in TRAINED else 0,
     ]
-    if _offloads(holder, "weights"):
-        return StateBytes(0, memory.weights_bytes + passes[0], 0, 0)
     return memory.states(
         is_actor=holder.role == "actor",
-        offloads=_offloads(holder, "optimizer"),
+        offload=getattr(holder.section, "offload", "none"),
         infer=passes[0],
         update=passes[1],
     )

@@ -29,7 +29,7 @@ def planned_peaks(config: RunConfig) -> dict[str, int]:
         for model in here
     }
     states = {
-        model.name: memory[model.name].states(is_actor=model.role == "actor", offloads=model.offloads)
+        model.name: memory[model.name].states(is_actor=model.role == "actor", offload=model.offload)
         for model in here
     }
     idle = sum(state.idle for state in states.values())
@@ -54,8 +54,8 @@ def planned_peaks(config: RunConfig) -> dict[str, int]:
                 model.settings,
                 trains=updates,
             )
-            own = states[model.name].update - states[model.name].idle if updates else 0
-            found[label] = idle + own + kept
+            state = states[model.name]
+            found[label] = idle + (state.update if updates else state.infer) - state.idle + kept
     return found
 
 

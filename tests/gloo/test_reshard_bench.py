@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,9 @@ from hybridengine.bench.reshard.methods.gather_all import Full
 from hybridengine.bench.reshard.methods.method import Method
 from hybridengine.bench.reshard.methods.micro_dp import MicroDp
 from hybridengine.bench.reshard.results import PairResult
-from hybridengine.bench.reshard.spec import BenchSpec, LayoutPair, MethodName
+from hybridengine.bench.reshard.spec import BenchSpec, LayoutPair, MethodName, methods_for
+from hybridengine.errors import ConfigError
+from hybridengine.families.sizes import ExpertSizes, LatentSizes
 from hybridengine.models.shapes import ModelShape
 from hybridengine.rows.protocols import GroupTopology, RankContext
 from hybridengine.weights.ledger import SwitchReport
@@ -38,6 +41,24 @@ EVEN = ModelShape(
     max_positions=64,
 )
 """Sizes that divide evenly, except for norms, which each tensor-parallel rank holds whole."""
+MIXTURES = {
+    "qwen3_moe": replace(EVEN, family="qwen3_moe", experts=ExpertSizes(8, 2, 48)),
+    "deepseek_v3": replace(
+        EVEN,
+        family="deepseek_v3",
+        num_kv_heads=8,
+        experts=ExpertSizes(8, 2, 48, num_dense_layers=1, num_shared=1, num_groups=2, num_active_groups=1),
+        head_dim=80,
+        latent=LatentSizes(32, 512, 16, 64, 16),
+    ),
+}
+MIXTURE_PAIRS = {
+    "2-1-2 e=2:2-1": True,
+    "1-2-2 e=2:1-2": True,
+    "1-2-2 e=4 etp=1:1-2 e=2": False,
+    "1-4-1 e=2 etp=2:1-2": False,
+}
+"""Layouts, and whether they nest; engines have a half of all experts, of which a rank trains a half."""
 
 GENERAL = ("4-1-1:2-2", "1-4-1:1-4")
 NESTED = ("1-2-2:1-1", "2-2-1:1-2")
@@ -112,6 +133,37 @@ def test_layouts_that_do_not_nest_and_those_that_need_nothing(run_ranks: RankLau
     assert there_is_none.figures["raw_all_gather_seconds"] is None
     received = {entry["method"]: entry["received_bytes_max"] for entry in there_is_none.results}
     assert received["micro-dp"] == 0
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_of_mixtures_move_beside_the_refit_of_megatron_core(
+    family: str, run_ranks: RankLauncher
+) -> None:
+    """The benchmark itself checks the weights on each rank against values of logical indices."""
+    shape = MIXTURES[family]
+    pairs = tuple(map(LayoutPair.parse, MIXTURE_PAIRS))
+    spec = BenchSpec(shape, pairs, methods_for(shape), repetitions=1, bucket_bytes=2**16, timeout_s=30.0)
+    results = run_ranks(4, measured, spec)[0]
+    assert shape.experts is not None
+    for (text, nests), result in zip(MIXTURE_PAIRS.items(), results, strict=True):
+        ours, other = result.results
+        assert [ours["method"], other["method"]] == ["micro-dp", "megatron-core"]
+        if nests:
+            stages = LayoutPair.parse(text).train.pp_size
+            layers = min(shape.num_layers - shape.experts.num_dense_layers, shape.num_layers // stages)
+            of_layer = 4 * 8 * 3 * 64 * 48  # bytes of eight experts' gates, ups and downs in float32
+            assert ours["received_bytes_max"] == layers * of_layer * stages / 4, text
+            assert ours["redundant_bytes_max"] == 0
+        assert ours["redundant_bytes_max"] < other["redundant_bytes_max"], text
+        assert ours["peak_weight_bytes_max"] < other["peak_weight_bytes_max"] / 2, text
+        assert ours["received_bytes_over_formula"] is None
+
+
+def test_methods_that_do_not_know_experts_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"methods model-parallel, full, per-tensor gather .* micro-dp, megatron-core"
+    ):
+        BenchSpec(MIXTURES["qwen3_moe"], ())
 
 
 def first_element(weights: WeightStorage) -> torch.Tensor:

@@ -113,6 +113,12 @@ def forget_peak() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def fill_cache(left: int) -> None:
+    """Leave all of the GPU's memory but `left` bytes in the cache of torch's allocator; nothing on a CPU."""
+    if torch.cuda.is_available():
+        torch.empty(max(torch.cuda.mem_get_info()[0] - left, 0), dtype=torch.uint8, device="cuda")
+
+
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -19,6 +19,7 @@ from hybridengine.planning.budget import (
     engine_activations,
 )
 from hybridengine.planning.switch.switch_cost import SwitchPricer
+from hybridengine.rehearsal.planned import planned_peaks
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.links import NodeMap
@@ -150,6 +151,9 @@ def test_an_offloaded_reference_is_in_host_memory() -> None:
     assert lower == {"start": 0, "load": 0} | dict.fromkeys(
         ("training step", "switch", "generation", "save"), reference
     )
+    before, after = (planned_peaks(loaded(f"reference.offload={where}")) for where in ("none", "weights"))
+    passes = {call: num_bytes - after[call] for call, num_bytes in before.items()}
+    assert passes == dict.fromkeys(before, reference) | {"reference.compute_log_probs": 0}
 
 
 def test_a_mixture_of_235b_fits_80_gb() -> None:

@@ -164,6 +164,19 @@ def test_disagreements_with_the_config_are_all_listed(tmp_path: Path) -> None:
     assert text.count("restore the original pair") == 3
 
 
+def test_experts_in_one_tensor_are_named_with_the_way_out(tmp_path: Path) -> None:
+    config = CONFIG | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "moe_intermediate_size": 6}
+    config |= {"num_experts_per_tok": 2, "head_dim": 4}
+    names = [name for name in ModelShape.from_hf_config(config).tensors if ".experts." in name]
+    layers = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
+    stacks = {f"{layer}.gate_up_proj": (4, 12, 8) for layer in layers}
+    stacks |= {f"{layer}.down_proj": (4, 8, 6) for layer in layers}
+    write_checkpoint(tmp_path, config, change=dict.fromkeys(names) | stacks)
+    (problem,) = checkpoint_problems(tmp_path)
+    assert problem.startswith(f"{tmp_path}: 4 tensors ({layers[0]}.down_proj, ")
+    assert problem.endswith("load the folder with transformers 5 and write it with save_pretrained")
+
+
 def test_a_config_with_more_layers_names_only_the_first_tensors(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 3}))

@@ -87,10 +87,10 @@ def test_copies_of_weights_in_fp8() -> None:
     """A copy by rows and one by columns of a stage's matrices, beside the state until generation begins."""
     sizes = TrainSizes(3, 2, 1)
     matrices = 2 * (256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 512) // 2
-    plain = model_memory(SHAPE, sizes, "bfloat16").states(is_actor=True, offloads=True)
+    plain = model_memory(SHAPE, sizes, "bfloat16").states(is_actor=True, offload="optimizer")
     for recipe, num_bytes in (("tensorwise", 2), ("mxfp8", 2 * 33 / 32)):
         used = MegatronSettings.model_validate({"fp8": recipe})
-        found = model_memory(SHAPE, sizes, "bfloat16", used).states(is_actor=True, offloads=True)
+        found = model_memory(SHAPE, sizes, "bfloat16", used).states(is_actor=True, offload="optimizer")
         assert found.idle - plain.idle == found.update - plain.update == int(num_bytes * matrices)
         assert found.generating == plain.generating
     assert model_memory(SHAPE, sizes, "bfloat16", used, trains=False).fp8_bytes == 0

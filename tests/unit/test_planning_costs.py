@@ -408,9 +408,9 @@ def test_the_workload_of_a_configuration() -> None:
     assert tuple(model.name for model in found.models) == ("actor", "critic", "reference")
     actor = found.model("actor")
     assert actor.shape == resolve_model("llama3-70b")
-    assert (actor.trains, actor.offloads, actor.settings.recompute, actor.mini_batches) == (
+    assert (actor.trains, actor.offload, actor.settings.recompute, actor.mini_batches) == (
         True,
-        True,
+        "optimizer",
         "full",
         8,
     )

@@ -54,7 +54,7 @@ def workload_of(algorithm: str, shape: ModelShape = SMALL, rows: int = 16, offlo
             4096,
             trains=role in ("actor", "critic", "cost_critic"),
             mini_batches=2 if role in ("actor", "critic") else 1,
-            offloads=offloads,
+            offload=("weights" if role == "reference" else "optimizer") if offloads else "none",
         )
         for role in sorted(roles, key=lambda role: role != "actor")
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -85,6 +85,7 @@ class Driver:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.mapped: dict[int, int] = {}
+        self.total_bytes, self.cached = sum(tensor.nbytes for tensor in tensors) + 4 * MIB, 0
         self.pointer_to_data = {}
         for tensor in tensors:
             handle = 0, -(-tensor.nbytes // GPU_PAGE_BYTES) * GPU_PAGE_BYTES, tensor.data_ptr(), 1
@@ -97,8 +98,16 @@ class Driver:
     def CuMemAllocator(self) -> Any:
         return SimpleNamespace(get_instance=lambda: self)
 
+    @property
+    def free_bytes(self) -> int:
+        return self.total_bytes - self.cached - sum(self.mapped.values())
+
+    def empty_cache(self) -> None:
+        self.cached = 0
+
     def create_and_map(self, handle: tuple[int, int, int, int]) -> None:
         _, size, start, number = handle
+        assert size <= self.free_bytes
         assert size > 0 and size % GPU_PAGE_BYTES == 0 and number
         assert all(start + size <= other or other + held <= start for other, held in self.mapped.items())
         self.mapped[start] = size
@@ -108,15 +117,44 @@ class Driver:
         assert self.mapped.pop(start) == size
 
 
-def test_experts_have_physical_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def new_driver(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Driver]:
+    """Return a function that puts a driver in the place of vLLM's, on a device of which torch's cache can fill a part."""
+
+    def install(*tensors: Tensor) -> Driver:
+        driver = Driver(tensors)
+        package = ModuleType("vllm.device_allocator")
+        package.cumem = driver  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "vllm.device_allocator", package)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(
+            torch.cuda, "mem_get_info", lambda device: (driver.free_bytes, driver.total_bytes)
+        )
+        monkeypatch.setattr(torch.cuda, "empty_cache", driver.empty_cache)
+        return driver
+
+    return install
+
+
+def test_a_segment_takes_what_torch_keeps_in_its_cache(new_driver: Callable[..., Driver]) -> None:
+    """Of 16 MiB, weights have 12; training then leaves its 10 in torch's cache, which the allocator cannot take."""
+    memory = torch.empty(16 * MIB, dtype=torch.uint8)
+    tensors = {"a": memory[: 6 * MIB], "b": memory[6 * MIB : 12 * MIB]}
+    driver = new_driver(*tensors.values())
+    weights = SleepingWeights(tensors, [], CuMemSegments(tensors.values()))
+    weights.release()
+    driver.cached = 10 * MIB
+    weights.materialise(["a"])
+    assert driver.cached == 10 * MIB, "there was room"
+    weights.materialise(["b"])
+    assert (driver.cached, driver.free_bytes) == (0, 4 * MIB)
+
+
+def test_experts_have_physical_memory_of_their_own(new_driver: Callable[..., Driver]) -> None:
     """Two of 4 experts, of 3 MiB each, fill three pages of 2 MiB; the dense weight, of 5 MiB, has a segment of 6 MiB."""
     memory = torch.empty(20 * MIB, dtype=torch.uint8)
     experts, dense = memory[: 12 * MIB].view(4, 3 * MIB, 1), memory[14 * MIB : 19 * MIB]
-    driver = Driver([experts, dense])
-    package = ModuleType("vllm.device_allocator")
-    package.cumem = driver  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm.device_allocator", package)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    driver = new_driver(experts, dense)
     segments = CuMemSegments([experts, dense])
     first, other = experts.data_ptr(), dense.data_ptr()
     assert segments.bounds == {first: 6 * MIB, first + 6 * MIB: 6 * MIB, other: 6 * MIB} == driver.mapped

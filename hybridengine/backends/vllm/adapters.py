@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +20,47 @@ ID = 1
 """vLLM's number of the adapter."""
 
 
-def lora_options(adapters: AdapterSizes, layout: Layout, number: int = 1) -> dict[str, Any]:
-    """Return vLLM's options for a number of adapters at once, in the layers that are adapted in a layout."""
+def lora_options(adapters: AdapterSizes, layout: Layout, num_loaded: int = 0) -> dict[str, Any]:
+    """Return vLLM's options for adapters of the layers that are adapted in a layout: one, or several that it loads.
+
+    The scale (`scaled`) is part of compiled layers, so that it must be part of the key by which vLLM keeps those on disk.
+    """
     names = (one.name for shard in layout.shards.values() for one in shard.parameters)
     modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in names if is_of_adapter(name)}
     return {
         "enable_lora": True,
-        "max_loras": number,
+        "max_loras": num_loaded or 1,
         "max_lora_rank": adapters.rank,
         "lora_target_modules": sorted(modules),
+        "additional_config": {"lora_scale": 1.0 if num_loaded else adapters.scale},
     }
 
 
-def activate(runner: Any, adapters: AdapterSizes) -> Any:
-    """Put an adapter without values into the only slot, and multiply by its scale; return the request that names it.
+@contextlib.contextmanager
+def scaled(adapters: AdapterSizes) -> Iterator[None]:
+    """Let layers of the engine that is built while the context is open multiply by the scale of the adapters.
 
-    vLLM multiplies B by the scale when it loads a file; here B is the trainer's own.
+    vLLM multiplies B by it when it loads a file; here B is the trainer's own. vLLM compiles layers, and captures CUDA
+    graphs, while it builds: what is changed afterwards would not be computed.
     """
+    from vllm.lora import model_manager
+
+    get_wrapper = model_manager.get_punica_wrapper
+
+    def get_scaled(*arguments: Any, **named: Any) -> Any:
+        wrapper: Any = get_wrapper(*arguments, **named)
+        wrapper.add_lora_linear = _scaled(wrapper.add_lora_linear, adapters.scale)
+        return wrapper
+
+    model_manager.get_punica_wrapper = get_scaled
+    try:
+        yield
+    finally:
+        model_manager.get_punica_wrapper = get_wrapper
+
+
+def activate(runner: Any, adapters: AdapterSizes) -> Any:
+    """Put an adapter without values into the only slot; return the request that names it."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.lora_weights import LoRALayerWeights
     from vllm.lora.request import LoRARequest
@@ -44,8 +70,6 @@ def activate(runner: Any, adapters: AdapterSizes) -> Any:
     named = LoRALayerWeights("", adapters.rank, adapters.rank, none, none)
     manager.add_adapter(LoRAModel(ID, adapters.rank, {"": named}))
     manager.activate_adapter(ID)
-    for wrapper in manager.punica_wrapper_mapping.values():
-        wrapper.add_lora_linear = _scaled(wrapper.add_lora_linear, adapters.scale)
     return LoRARequest(lora_name="policy", lora_int_id=ID, lora_path="in memory")
 
 

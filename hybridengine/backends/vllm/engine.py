@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from hybridengine.backends.engine import Request, Response
-from hybridengine.backends.vllm.adapters import LoadedAdapters, activate, base_name, lora_options, slots
+from hybridengine.backends.vllm.adapters import (
+    LoadedAdapters,
+    activate,
+    base_name,
+    lora_options,
+    scaled,
+    slots,
+)
 from hybridengine.backends.vllm.construction import (
     EngineSettings,
     build_llm,
@@ -69,9 +76,11 @@ class VllmEngine:
             install_groups(generation, identity)
             adapters = None if shape.merges_adapters else shape.adapters
             whole = vllm_layout(shape, generation)
-            options = lora_options(adapters, whole, num_loaded or 1) if adapters else {}
+            options = lora_options(adapters, whole, num_loaded) if adapters else {}
             with contextlib.ExitStack() as stack:
                 caches = stack.enter_context(routes_cached(shape)) if settings.keep_routes else []
+                if adapters and not num_loaded:  # vLLM scales those that it loads
+                    stack.enter_context(scaled(adapters))
                 self._llm = build_llm(folder, generation, settings, stages, on_gpu, options)
         self._engine = self._llm.llm_engine
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
@@ -120,6 +129,8 @@ class VllmEngine:
     @property
     def kv_cache_bytes(self) -> int:
         """Bytes currently owned by the KV cache."""
+        if self._settings.cuda_graphs and not self._is_ready:
+            return 0  # its storages keep their addresses
         return sum(storage.nbytes() for storage, _ in self._caches)
 
     @property

@@ -87,7 +87,10 @@ class CuMemSegments:
             self._handles[start + offset] = handle
 
     def map(self, start: int) -> None:
-        self._cumem.create_and_map(self._handles[start])
+        device, num_bytes, *_ = handle = self._handles[start]
+        if torch.cuda.mem_get_info(device)[0] < num_bytes:
+            torch.cuda.empty_cache()  # what training has released, which torch keeps and this allocator cannot take
+        self._cumem.create_and_map(handle)
         self._note(start, is_asleep=False)
 
     def unmap(self, start: int) -> None:

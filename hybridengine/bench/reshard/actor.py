@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridengine.backends.megatron.groups import build_groups
 from hybridengine.backends.megatron.model import DTYPES, available_names, build_chunks
+from hybridengine.families.family import is_float32
 from hybridengine.models.shapes import ModelShape
 from hybridengine.reshard.boxes import Box
 from hybridengine.reshard.layout import Layout, LocalParameter, Shard
@@ -72,10 +73,14 @@ class Actor:
         (self.module,) = build_chunks(shape, grid.sizes, self.groups, dtype, names)
         self.module.requires_grad_(False)
         self.layout: Layout = megatron_layout(shape, grid, names)
-        parameters = dict(self.module.named_parameters())
-        self.weights = WeightStorage(parameters, current=lambda: dict(self.module.named_parameters()))
+        self.weights = WeightStorage(self.tensors(), current=self.tensors)
         self.dtype, self.device = DTYPES[dtype], next(self.module.parameters()).device
         self.version, self.gradient_bytes = 0, 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return parameters, and buffers of the layout."""
+        buffers = {name: buffer for name, buffer in self.module.named_buffers() if is_float32(name)}
+        return dict(self.module.named_parameters()) | buffers
 
     def fill(self, version: int) -> None:
         fill(self.layout.shard(self.rank), self.weights, version)

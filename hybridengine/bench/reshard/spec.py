@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from hybridengine.errors import TopologyError, raise_all
+from hybridengine.errors import ConfigError, TopologyError, raise_all
 from hybridengine.machine import PROCESS_BYTES
 from hybridengine.models.shapes import ModelShape
 from hybridengine.planning.search.layouts import check_generates, check_layouts
@@ -22,6 +22,15 @@ class MethodName(str, Enum):
     FULL = "full"
     PER_TENSOR = "per-tensor"
     MEGATRON_CORE = "megatron-core"
+
+
+OF_MIXTURES = (MethodName.MICRO_DP, MethodName.MEGATRON_CORE)
+"""Methods that know experts, whose shards are divided otherwise than those of other weights."""
+
+
+def methods_for(shape: ModelShape) -> tuple[MethodName, ...]:
+    """Return all methods that can move the weights of a model."""
+    return tuple(MethodName) if shape.experts is None else OF_MIXTURES
 
 
 VERIFYING = "micro-dp (verify: {})"
@@ -62,7 +71,11 @@ class LayoutPair:
 
 @dataclass(frozen=True)
 class BenchSpec:
-    """Settings of one benchmark; a ConfigError if the model does not generate, a TopologyError for impossible layouts."""
+    """Settings of one benchmark.
+
+    Raises ConfigError for a model that does not generate, or methods that cannot move it; TopologyError for impossible
+    layouts.
+    """
 
     shape: ModelShape
     pairs: tuple[LayoutPair, ...]
@@ -78,6 +91,12 @@ class BenchSpec:
 
     def __post_init__(self) -> None:
         check_generates(self.shape)
+        if others := [method.value for method in self.methods if method not in methods_for(self.shape)]:
+            raise ConfigError(
+                f"methods {', '.join(others)} gather weights that have the same parts on all ranks of a group, and the"
+                f" experts of {self.shape.family} have others; choose from"
+                f" {', '.join(method.value for method in OF_MIXTURES)}"
+            )
         raise_all(self._layout_problems(), TopologyError)
 
     @property
@@ -99,9 +118,11 @@ class BenchSpec:
 
     def needed_bytes(self, pair: LayoutPair) -> int:
         """Return the approximate peak memory of a node's ranks: permanent weights and buffers, and the largest method."""
-        whole = self.weight_bytes
-        train, gen = whole / pair.train.model_parallel_size, whole / pair.gen.num_ranks
-        domain = max(1, pair.train.model_parallel_size // pair.gen.num_ranks)
+        whole, shards = self.weight_bytes, pair.train.model_parallel_size
+        if self.shape.experts is not None:  # as if other weights had as many shards as experts
+            shards = pair.train.pp_size * pair.train.expert_parts * pair.train.expert_shards
+        train, gen = whole / shards, whole / pair.gen.num_ranks
+        domain = max(1, shards // pair.gen.num_ranks)
         resident = train * (2 + domain) + (gen if MethodName.MEGATRON_CORE in self.methods else 0)
         # gloo's all-gather keeps a copy of the gathered data.
         moving = gen + max(train * domain, 4 * min(self.bucket_bytes, whole))

@@ -206,10 +206,17 @@ class ModelMemory:
     kept_bytes: int = 0
     """Frozen weights that stay while the engine has them with adapters merged in."""
 
-    def states(self, *, is_actor: bool, offloads: bool, infer: int = 0, update: int = 0) -> StateBytes:
-        """Return the bytes by activity, given the bytes of activations of forward passes and of updates."""
+    def states(self, *, is_actor: bool, offload: str, infer: int = 0, update: int = 0) -> StateBytes:
+        """Return the bytes by activity, given the bytes of activations of forward passes and of updates.
+
+        Args:
+            offload: what is in host memory: `none`; `optimizer`, but for updates; or the `weights` of a model that does not
+                train, but for its passes.
+        """
+        if offload == "weights":
+            return StateBytes(0, self.weights_bytes + infer, 0, 0)
         whole = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.fp8_bytes
-        kept = 0 if offloads else self.optimizer_bytes
+        kept = 0 if offload == "optimizer" else self.optimizer_bytes
         idle = self.weights_bytes + kept + self.fp8_bytes
         generating = kept if is_actor else self.weights_bytes + kept
         return StateBytes(idle, idle + infer, whole + update, generating)

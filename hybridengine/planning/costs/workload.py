@@ -30,8 +30,8 @@ class PlannedModel:
     trains: bool = False
     ppo_epochs: int = 1
     mini_batches: int = 1
-    offloads: bool = False
-    """True if the optimizer state is in host memory while the model does not train."""
+    offload: str = "none"
+    """What is in host memory while it is not needed: `none`, `optimizer` (its state) or `weights`."""
     settings: MegatronSettings = MegatronSettings()
 
 
@@ -131,7 +131,7 @@ def workload_of(config: RunConfig, lengths: Lengths, prompt_tokens: float | None
             trains=holder.role in TRAINED,
             ppo_epochs=getattr(holder.section, "ppo_epochs", 1),
             mini_batches=getattr(holder.section, "mini_batches", 1),
-            offloads=getattr(holder.section, "offload", "none") == "optimizer",
+            offload=getattr(holder.section, "offload", "none"),
             settings=holder.settings,
         )
         for holder in model_holders(config)

@@ -207,8 +207,8 @@ class Options:
     ) -> Iterator[Option]:
         """Yield the options with given sizes; none if the model's state alone exceeds the capacity."""
         calls, held = self._calls(model.name), self._held(model, sizes)
-        state = held.states(is_actor=model.name == "actor", offloads=model.offloads)
-        if max(state.idle, state.update if model.trains else 0) > capacity_bytes:
+        state = held.states(is_actor=model.name == "actor", offload=model.offload)
+        if max(state.idle, state.infer, state.update if model.trains else 0) > capacity_bytes:
             return
         passes = ModelPasses(model.shape, sizes, self.workload.dtype, self.cluster)
         plain = Option(
@@ -260,8 +260,10 @@ class Options:
         if num_bytes := self.workload.row_bytes(call) * call.num_rows / sizes.dp_size:
             node_ranks = min(self.cluster.devices_per_node, sizes.num_ranks)
             beside_s += link.seconds(num_bytes, num_bytes * node_ranks) + link.latency_s
-        if call.work is Work.SWITCH and model.offloads and host:
+        if call.work is Work.SWITCH and model.offload == "optimizer" and host:
             beside_s += held.optimizer_bytes / host.bytes_per_s
+        if model.offload == "weights" and host:
+            beside_s += held.weights_bytes / host.bytes_per_s
         if call.work in (Work.SWITCH, Work.GENERATE):
             return beside_s
         micro = self.workload.micro_batches(model, call, sizes)
@@ -288,7 +290,7 @@ class Options:
                 kept[call.work] = max(kept[call.work], own)
         return held.states(
             is_actor=model.name == "actor",
-            offloads=model.offloads,
+            offload=model.offload,
             infer=kept[Work.INFER],
             update=kept[Work.UPDATE],
         )

@@ -155,12 +155,12 @@ def _with_settings(
     models, settings = [], []
     for model in workload.models:
         if model.trains and model.name in names:
-            if offloads and not model.offloads:
+            if offloads and model.offload != "optimizer":
                 settings.append(f"{model.name}.offload=optimizer")
             if recompute and model.settings.recompute != "full":
                 settings.append(f"{model.name}.recompute=full")
             changed = model.settings.model_copy(update={"recompute": "full"} if recompute else {})
-            model = replace(model, offloads=offloads or model.offloads, settings=changed)
+            model = replace(model, offload="optimizer" if offloads else model.offload, settings=changed)
         models.append(model)
     return settings, replace(workload, models=tuple(models))
 

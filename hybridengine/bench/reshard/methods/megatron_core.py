@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -64,13 +65,19 @@ class MegatronCore(Method):
 
     def prepare(self) -> None:
         actor, gen = self.actor, self.pair.gen
-        sizes = TrainSizes(gen.pp_size, gen.tp_size, actor.grid.num_ranks // gen.num_ranks)
-        grid = Grid(sizes, actor.grid.order)
-        self._target = Actor(actor.shape, grid, actor.rank, actor.registry, actor.dtype_name)
-        self.layout, self.destination = self._target.layout, self._target.weights
-        for model in (actor, self._target):
-            _mark(model)
-        models = [actor.module, self._target.module]
+        sizes = TrainSizes(
+            gen.pp_size,
+            gen.tp_size,
+            actor.grid.num_ranks // gen.num_ranks,
+            expert_parts=gen.expert_parts,
+            expert_shards=gen.expert_shards,
+        )
+        target = Actor(
+            actor.shape, Grid(sizes, actor.grid.order), actor.rank, actor.registry, actor.dtype_name
+        )
+        self.layout, self.destination = target.layout, target.weights
+        self._source, self._target = _Renamed(actor), _Renamed(target)
+        models = [actor.module, target.module]
         self.ledger = StorageLedger({TRAINING: actor.weights, GENERATING: self.destination})
         with device_shim():
             service = GlooCopyService if is_needed() else NCCLCopyService
@@ -84,7 +91,7 @@ class MegatronCore(Method):
     def there(self) -> SwitchReport:
         self.ledger.begin()
         with _cuda_calls():
-            swap_model_weights([self.actor.module], [self._target.module], self._service)  # type: ignore[arg-type]
+            swap_model_weights([self._source], [self._target], self._service)  # type: ignore[arg-type]
         return self.ledger.finish("to_generate", GENERATING)
 
     def back(self) -> SwitchReport:
@@ -119,11 +126,32 @@ _ANSWERS: dict[str, Any] = {
 }
 
 
-def _mark(model: Actor) -> None:
-    """Set what Megatron sets only for even stages (layer numbers) or when it initialises weights (gate and up rows)."""
-    place = model.grid.coordinate(model.rank)
-    layers = model.shape.split_layers(model.grid.sizes.pp_size)[place.pp_rank]
-    modules: Any = model.module.decoder.layers
-    for number, layer in zip(layers, modules, strict=True):
-        layer.layer_number = number + 1  # from 1
-        layer.mlp.linear_fc1.weight.partition_stride = 2
+class _Renamed(nn.Module):
+    """A model whose weights have the names that they have in the whole model, which ranks then agree on.
+
+    Megatron-core's own names are right for even stages, and for the experts of Transformer Engine's grouped layers; and
+    its version 0.16 leaves buffers out.
+    """
+
+    def __init__(self, model: Actor) -> None:
+        super().__init__()
+        self.config, self.pg_collection = model.module.config, model.groups
+        place, sizes = model.grid.coordinate(model.rank), model.grid.sizes
+        first = {"layers": model.shape.split_layers(sizes.pp_size)[place.pp_rank].start}
+        if (experts := model.shape.experts) is not None:
+            first["local_experts"] = (
+                experts.num_experts // sizes.expert_parts * dist.get_rank(model.groups.ep)
+            )
+
+        def renamed(name: str) -> str:
+            return re.sub(
+                r"\b(layers|local_experts)\.(\d+)", lambda at: f"{at[1]}.{int(at[2]) + first[at[1]]}", name
+            )
+
+        self._renamed = {renamed(name): weight for name, weight in model.tensors().items()}
+        for name, weight in self._renamed.items():
+            if "linear_fc1" in name:
+                weight.partition_stride = 2  # type: ignore[attr-defined]  # rows of gate and up, each divided
+
+    def named_parameters(self, *arguments: Any, **named: Any) -> Iterator[tuple[str, Any]]:
+        yield from self._renamed.items()
