@@ -85,8 +85,8 @@ def together(service: tinker.ServiceClient, *wanted: str) -> dict[str, Any]:
     for name, model in models.items():
         found[name] |= {"path": model.save_weights_for_sampler("end").result().path, "id": model.model_id}
     saved = {name: service.create_sampling_client(model_path=found[name]["path"]) for name in models}
-    found["late"] = drawn({"base": base, **saved})
-    found["early again"] = drawn({"base": base, **early})
+    again = {f"early {name}": one for name, one in early.items()}
+    found["late"] = drawn({"base": base, **saved, **again})
     return found
 
 
