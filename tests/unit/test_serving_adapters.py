@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from hybridengine.errors import RanksLostError, RequestError
 from hybridengine.serving.ranks import Prompt
 from hybridengine.serving.room import Room
 from hybridengine.serving.store import Checkpoint, Model
+from tests.unit.serving_http import KEY, HttpServer
 from tests.unit.serving_ranks import VOCABULARY, TableEngines, TableRanks
 from tests.unit.serving_rooms import (
     Rooms,
@@ -27,6 +30,7 @@ from tests.unit.serving_rooms import (
     save,
     step,
 )
+from tests.unit.test_serving_openai import tiny_tokenizer
 
 __all__ = ["rooms"]
 
@@ -138,7 +142,9 @@ def test_a_snapshot_keeps_to_its_step_and_an_inflight_sampler_follows(rooms: Roo
         model.forward_backward()
         model.optim_step()
         model.sampler(number)
-    with pytest.raises(RequestError, match="weights of step 0, which are no longer kept: the model is at step 3"):
+    with pytest.raises(
+        RequestError, match="weights of step 0, which are no longer kept: the model is at step 3"
+    ):
         drawn_token(room, frozen, 2)
 
 
@@ -230,10 +236,12 @@ def test_states_of_another_rank_are_refused(rooms: Rooms) -> None:
     assert rooms.store.get(Model, model.model).lora_rank == 2
     other = begin(room, rank=3, train_mlp=False)
     body = json.dumps({"model_id": other, "path": state, "optimizer": True}).encode()
-    with pytest.raises(RequestError, match="lora_rank=2 .*, and the model has lora_rank=3; create a training"):
+    with pytest.raises(
+        RequestError, match=r"lora_rank=2 .*, and the model has lora_rank=3; create a training"
+    ):
         answer(room, room.submit(other, 1, "load_weights", body))
     full = rooms.start(TableRanks())
-    with pytest.raises(RequestError, match="lora_rank=2 .*, and the server's actor.lora.rank=0"):
+    with pytest.raises(RequestError, match=r"lora_rank=2 .*, and the server's actor.lora.rank=0"):
         from_checkpoint(full, weights)
 
 
@@ -262,6 +270,34 @@ def test_openai_clients_name_saved_adapters_as_their_model(rooms: Rooms) -> None
     assert room.adapter_of(state) is room.adapter_of("another") is None
     with pytest.raises(RequestError, match="does not exist or has expired"):
         room.adapter_of("tinker://nobody/sampler_weights/one")
+
+
+def test_calls_over_http_know_ranks_unload_models_and_sample_with_adapters(tmp_path: Path) -> None:
+    server = HttpServer(tmp_path, adapter_ranks(), tokenizer=tiny_tokenizer())
+    model = Steps(server.room, 3)
+    model.forward_backward()
+    model.optim_step()
+    path = model.path("one")
+
+    def post(path: str, **body: object) -> dict[str, Any]:
+        headers = {"X-API-Key": KEY, "Authorization": f"Bearer {KEY}"}
+        return httpx.post(f"{server.url}/{path}", json=body, headers=headers).json()
+
+    def drawn(name: str) -> list[int]:
+        sampling = {"max_tokens": 2, "temperature": 0}
+        answer = post("inference/v1/generate", model=name, token_ids=[2], sampling_params=sampling)
+        return answer["choices"][0]["token_ids"]
+
+    info = post("api/v1/get_info", model_id=model.model)
+    assert (info["is_lora"], info["lora_rank"]) == (True, 2)
+    weights = {"base_model": "tiny", "is_lora": True, "lora_rank": 2}
+    assert post("api/v1/weights_info", tinker_path=path) == weights
+    assert drawn(path)[0] == 3
+    assert drawn("tiny")[0] == 0
+    unloaded = post("api/v1/unload_model", model_id=model.model)
+    assert post("api/v1/retrieve_future", **unloaded) == {"type": "unload_model", "model_id": model.model}
+    assert post("api/v1/unload_model", model_id="nobody")["category"] == "user"
+    server.stop()
 
 
 def test_what_restarts_need_of_each_model_survives_the_removal_of_old_results(rooms: Rooms) -> None:

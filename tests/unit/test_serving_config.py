@@ -95,7 +95,10 @@ def test_a_server_has_engines_if_a_pool_has_them(reference: bool) -> None:
             ["actor.lora.rank=8", "serve.reference=true"],
             "serve.reference=true with actor.lora.rank=8 would hold the frozen weights twice",
         ),
-        (["actor.lora.rank=8", "actor.lora.path=adapters"], "actor.lora.path=adapters is not read by a server"),
+        (
+            ["actor.lora.rank=8", "actor.lora.path=adapters"],
+            "actor.lora.path=adapters is not read by a server",
+        ),
         (
             ["actor.lora.rank=8", "model.hf_config=qwen3-235b-a22b"],
             r"actor.lora.rank=8 is not supported by a server of a mixture of experts \(qwen3_moe\)",
