@@ -244,13 +244,20 @@ class SwitchPricer:
     """Computes the costs of switches of one model, with `bucket_bytes` of weights in flight at once.
 
     With `groups_experts`, experts that move alike are planned together (`grouped_experts`); a run moves each by itself.
+    Unless `adapted`, engines load adapters from files.
     """
 
     def __init__(
-        self, shape: ModelShape, dtype: str, bucket_bytes: int, *, groups_experts: bool = False
+        self,
+        shape: ModelShape,
+        dtype: str,
+        bucket_bytes: int,
+        *,
+        groups_experts: bool = False,
+        adapted: bool = True,
     ) -> None:
         self.shape, self.dtype, self.bucket_bytes = shape, dtype, bucket_bytes
-        self._groups_experts = groups_experts
+        self._groups_experts, self._adapted = groups_experts, adapted
         self._kept = lru_cache(MOST_PRICED)(self._price)
 
     def price(self, generation: GenerationGrid, nodes: NodeMap, two_step: bool = True) -> SwitchCost:
@@ -266,7 +273,7 @@ class SwitchPricer:
         shape, element_bytes = self.shape, DTYPE_BYTES[self.dtype]
         if self._groups_experts:
             shape, _ = self.grouped(generation)
-        layouts = megatron_layout(shape, generation.train), vllm_layout(shape, generation)
+        layouts = megatron_layout(shape, generation.train), vllm_layout(shape, generation, self._adapted)
         found = []
         for repeats in distinct_domains(*layouts, nodes):
             bucket_elements = self.bucket_bytes // element_bytes
