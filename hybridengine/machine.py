@@ -101,6 +101,8 @@ class Device:
     is_gpu: bool
     node_bytes: int
     """Bytes of memory of its node."""
+    capability: tuple[int, ...] = ()
+    """Compute capability of a GPU, (major, minor); empty if it is not known."""
 
 
 @functools.cache

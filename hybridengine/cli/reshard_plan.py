@@ -17,6 +17,7 @@ from hybridengine.planning.costs.memory import generation_holding
 from hybridengine.planning.search.layouts import check_generates, check_layouts, generation_sizes
 from hybridengine.planning.switch.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.planning.switch.switch_tables import diff_lines, plan_lines, sweep_lines
+from hybridengine.reshard.compiler import without_garbage_collection
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.links import LinkClass
@@ -99,18 +100,8 @@ def run(options: argparse.Namespace) -> int:
         {"--json": options.json, "--plot": options.plot},
         {"--model": options.model, "--cluster": options.cluster},
     )
-    if options.sweep is not None:
-        switches, num_too_large = _sweep(options, shape, cluster)
-        lines = sweep_lines(cluster, switches, num_too_large)
-        figures = {"results": switches, "num_too_large": num_too_large}
-    else:
-        priced = [_price(options, shape, cluster, *layout) for layout in layouts]
-        switches = [figures for _, figures in priced]
-        if options.diff is not None:
-            lines, figures = diff_lines(*switches), {"results": switches}
-        else:
-            ((cost, figures),) = priced
-            lines = plan_lines(shape, cluster, cost, figures)
+    with without_garbage_collection():
+        lines, figures, switches = _planned(options, shape, cluster, layouts)
 
     def draw(place: Path) -> None:
         from hybridengine.planning.switch.switch_chart import draw_switches
@@ -119,6 +110,25 @@ def run(options: argparse.Namespace) -> int:
 
     emit(options, figures, lines, {"--plot": (options.plot, draw)})
     return 0
+
+
+def _planned(
+    options: argparse.Namespace,
+    shape: ModelShape,
+    cluster: Cluster,
+    layouts: list[tuple[TrainSizes, GenSizes]],
+) -> tuple[list[str], dict[str, Any], list[dict[str, Any]]]:
+    """Return the lines to print, the figures of the command, and those of each switch."""
+    if options.sweep is not None:
+        switches, num_too_large = _sweep(options, shape, cluster)
+        figures = {"results": switches, "num_too_large": num_too_large}
+        return sweep_lines(cluster, switches, num_too_large), figures, switches
+    priced = [_price(options, shape, cluster, *layout) for layout in layouts]
+    switches = [figures for _, figures in priced]
+    if options.diff is not None:
+        return diff_lines(*switches), {"results": switches}, switches
+    ((cost, figures),) = priced
+    return plan_lines(shape, cluster, cost, figures), figures, switches
 
 
 def layout(text: str) -> tuple[TrainSizes | None, GenSizes]:

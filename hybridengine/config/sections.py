@@ -154,8 +154,8 @@ class RolloutSection(Section):
     """With quantization, training weights stay in memory while the engine generates, or are gathered again from the
     optimizer's master weights."""
     cuda_graphs: bool | None = None
-    """Capture CUDA graphs for decoding, by default on GPUs; weights then use vLLM's sleep mode, which allocates them all
-    at once."""
+    """Capture CUDA graphs for decoding, by default on GPUs; weights then come and go at fixed addresses, by vLLM's sleep
+    mode."""
     routing_replay: bool = False
     """Train a mixture with the experts that the engine has chosen for each token; they travel with the responses."""
 

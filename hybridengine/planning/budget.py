@@ -13,7 +13,7 @@ Weights, gradients, optimizer state, cache and activations are counted; what CUD
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -65,6 +65,8 @@ class Budget:
     """Bytes of state that waits in host memory; without GPUs, beside the device's bytes in the same memory."""
     remedies: Callable[[str], str]
     """Up to three changes that lower a phase's bytes, as text."""
+    fp8: Mapping[str, str] = field(default_factory=dict)
+    """Matrix products in 8 bits of the rank's models and of its engine: kind by key."""
 
     @property
     def peak(self) -> str:
@@ -135,7 +137,8 @@ def budget_of(
         {phase: num_bytes + fixed for phase, num_bytes in _pool_phases(config, pool, cost, rank).items()},
         HOST_BYTES + offloaded + _save_bytes(config, models) + _waiting_bytes(config, models),
         offloaded,
-        partial(_remedies, config, pool, cost, rank),
+        partial(_remedies, config, pool, cost, rank, on_gpus),
+        _fp8(config, models, has_engine),
     )
 
 
@@ -160,6 +163,13 @@ def _waiting_bytes(config: RunConfig, models: Sequence[HeldModel]) -> int:
     return config.num_loaded_adapters * sum(
         one.trained_bytes + one.gradients_bytes + one.optimizer_bytes for one in memories
     )
+
+
+def _fp8(config: RunConfig, models: list[HeldModel], has_engine: bool) -> dict[str, str]:
+    kinds = {f"{model.holder.key}.fp8": model.holder.settings.fp8 for model in models}
+    if has_engine:
+        kinds["rollout.quantization"] = config.rollout.quantization
+    return {key: kind for key, kind in kinds.items() if kind != "none"}
 
 
 def _pool_phases(config: RunConfig, pool: str, cost: SwitchCost, rank: int | None) -> dict[str, int]:
@@ -197,9 +207,20 @@ def pool_models(config: RunConfig, pool: str, rank: int | None = None) -> list[H
 
 
 def _engine_phases(config: RunConfig) -> dict[str, int]:
-    held = engine_weight_bytes(config) + config.rollout.kv_cache_bytes
+    held = engine_weight_bytes(config) + _cache_bytes(config, config.generation.parallel)
     computing = held + engine_activations(config, model_shape(config), config.generation.parallel)
     return {"start": computing, "switch": held + config.actor.bucket_bytes, "generation": computing}
+
+
+def _cache_bytes(config: RunConfig, gen: GenSizes) -> int:
+    """Return the bytes of an engine's KV cache, and of the experts of its tokens (`rollout.routing_replay`)."""
+    num_bytes, shape = config.rollout.kv_cache_bytes, model_shape(config)
+    if not config.rollout.routing_replay or (experts := shape.experts) is None:
+        return num_bytes
+    train = config.actor.parallel.pp_size
+    slots = num_bytes // shape.kv_token_bytes(train, gen.pp_size, gen.tp_size, config.model.dtype)
+    chosen = (shape.num_layers - experts.num_dense_layers) * experts.num_active
+    return num_bytes + slots * chosen * (1 if experts.num_experts <= 128 else 2)
 
 
 def _phases(config: RunConfig, models: list[HeldModel], weights: SwitchedWeights | None) -> dict[str, int]:
@@ -212,7 +233,7 @@ def _phases(config: RunConfig, models: list[HeldModel], weights: SwitchedWeights
         return {"load": _load(models, states), **training}
     actor = next(model.memory for model in models if model.holder.role == "actor")
     waiting = sum(state.generating for state in states)
-    cache = config.rollout.kv_cache_bytes
+    cache = _cache_bytes(config, config.actor.generate)
     computing = engine_activations(config, model_shape(config), config.actor.generate)
     return {
         "start": actor.weights_bytes + weights.gen_shard + cache + computing,
@@ -313,19 +334,24 @@ def _save_bytes(config: RunConfig, models: list[HeldModel]) -> int:
     return saved
 
 
-def _remedies(config: RunConfig, pool: str, cost: SwitchCost, rank: int | None, phase: str) -> str:
+def _remedies(
+    config: RunConfig, pool: str, cost: SwitchCost, rank: int | None, on_gpus: bool, phase: str
+) -> str:
     """Return the three changes that help a phase most: settings with an effect first, the largest one before others."""
     before = _pool_phases(config, pool, cost, rank)[phase]
     saved = {
         text: before - _pool_phases(changed, pool, cost, rank)[phase]
-        for text, changed in _changes(config, pool)
+        for text, changed in _changes(config, pool, on_gpus)
     }
     helpful = sorted((text for text in saved if saved[text] > 0), key=lambda text: -saved[text])
     return ", ".join([*helpful[:2], *_larger_changes(config, pool, rank, phase)][:3])
 
 
-def _changes(config: RunConfig, pool: str) -> Iterator[tuple[str, RunConfig]]:
-    """Yield changes of settings, each with a configuration that has it; smaller numbers are halved."""
+def _changes(config: RunConfig, pool: str, on_gpus: bool) -> Iterator[tuple[str, RunConfig]]:
+    """Yield changes of settings, each with a configuration that has it; smaller numbers are halved.
+
+    Without GPUs, what is offloaded stays in the same memory.
+    """
 
     def changed(section: str, **values: object) -> RunConfig:
         return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
@@ -343,9 +369,9 @@ def _changes(config: RunConfig, pool: str) -> Iterator[tuple[str, RunConfig]]:
             yield text, changed(name, micro_batch_tokens=config.max_tokens)
         if holder.role in TRAINED and section.recompute != "full":
             yield f"set {name}.recompute=full", changed(name, recompute="full")
-        if holder.role in TRAINED and section.offload == "none":
+        if on_gpus and holder.role in TRAINED and section.offload == "none":
             yield f"set {name}.offload=optimizer", changed(name, offload="optimizer")
-        if holder.role == "reference" and section.offload == "none":
+        if on_gpus and holder.role == "reference" and section.offload == "none":
             yield f"set {name}.offload=weights", changed(name, offload="weights")
 
 

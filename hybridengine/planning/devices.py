@@ -1,4 +1,4 @@
-"""Memory of the ranks' devices against the budgets of a run.
+"""Devices of the ranks against the budgets of a run: their memory, and kernels for matrix products in 8 bits.
 
 A GPU is a rank's own. The memory of a node without GPUs is shared by all of its ranks, of all pools: when one pool is in
 its largest phase, the others hold at least what they do in their smallest. Beside GPUs it holds offloaded state and
@@ -36,6 +36,39 @@ class Shortage(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.text}; {self.remedy}"
+
+
+FP8_CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "fp8": (8, 9)}
+"""Compute capability from which Transformer Engine has each scaling, and vLLM its `fp8`."""
+
+
+def fp8_problems(
+    budgets: Mapping[str, Sequence[Budget]], placed: Mapping[str, Sequence[Placed]]
+) -> Iterator[tuple[str, str]]:
+    """Yield a text and a remedy for each key of products in 8 bits whose kernels the device of a rank has not.
+
+    Both arguments have the ranks of each pool in order.
+    """
+    found = set[str]()
+    for name, ranks in placed.items():
+        for budget, rank in zip(budgets[name], ranks, strict=True):
+            for key, kind in budget.fp8.items():
+                least, device = FP8_CAPABILITY[kind], rank.device
+                # An engine on a CPU has a kernel of this project.
+                fits = not device.capability or device.capability >= least if device.is_gpu else kind == "fp8"
+                if key in found or fits:
+                    continue
+                found.add(key)
+                has = f"a GPU of {_version(device.capability)}" if device.is_gpu else "no GPU"
+                yield (
+                    f"{key}={kind} needs GPUs of compute capability {_version(least)}, and rank {budget.rank} of pool"
+                    f" {name} on node {rank.node} has {has}",
+                    f"set {key}=none, or take other devices",
+                )
+
+
+def _version(capability: tuple[int, ...]) -> str:
+    return ".".join(map(str, capability))
 
 
 def device_problems(

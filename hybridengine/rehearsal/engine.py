@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from hybridengine.backends.vllm import engine as engine_module
 from hybridengine.backends.vllm.adapters import base_name, slots
+from hybridengine.backends.vllm.latent import own_parameters
 from hybridengine.rehearsal.replacing import all_replaced
 from hybridengine.rehearsal.shapes_only import ShapesOnly
 from hybridengine.topology.links import NodeMap
@@ -55,7 +56,7 @@ def engine_without_values(mode: ShapesOnly, nodes: NodeMap) -> Iterator[None]:
         model = engine._runner.model
         with mode.active():
             tensors: dict[str, Tensor] = {name: slot[0, 0] for name, slot in slots(model).items()}
-        for name, parameter in model.named_parameters():
+        for name, parameter in own_parameters(model).items():
             if parameter.dim() < 3:
                 tensors[base_name(name)] = parameter
                 continue

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
 
-from hybridengine.reshard.boxes import Box, extents, full_box, intersect, num_elements
+from hybridengine.reshard.boxes import Box, extents, full_box, intersect, moved, num_elements, starts
 from hybridengine.reshard.layout import Layout, LocalParameter, Piece, Shard, ShardKey
 from hybridengine.reshard.plan import Bucket, Move, Pack, Place, Plan
 
@@ -98,16 +98,23 @@ def _shard_problems(layout: Layout, key: ShardKey) -> tuple[str, ...]:
     problems = []
     tensors = layout.shape.tensors
     for parameter in layout.shards[key].parameters:
-        where = f"{parameter.name} of shard {key} in {layout.kind}"
-        local = [piece.local_box for piece in parameter.pieces]
-        if not all(_is_inside(box, full_box(parameter.shape)) for box in local):
-            problems.append(f"{where} has a piece that leaves the parameter")
-        elif union_elements(local) < sum(map(num_elements, local)):
-            problems.append(f"{where} has pieces that overlap")
+        faults = [
+            *_overlaps(parameter.shape, tuple([(piece.box, piece.offset) for piece in parameter.pieces]))
+        ]
         for piece in parameter.pieces:
             if not _is_inside(piece.box, full_box(tensors.get(piece.tensor, ()))):
-                problems.append(f"{where} has a piece that leaves {piece.tensor}")
+                faults.append(f"a piece that leaves {piece.tensor}")
+        problems += [f"{parameter.name} of shard {key} in {layout.kind} has {fault}" for fault in faults]
     return tuple(problems)
+
+
+@lru_cache(maxsize=4096)
+def _overlaps(shape: tuple[int, ...], pieces: tuple[tuple[Box, tuple[int, ...]], ...]) -> tuple[str, ...]:
+    """Return what is wrong with (box, offset) of the pieces of a parameter; cached, as layers and experts are alike."""
+    local = [moved(box, starts(box), offset) for box, offset in pieces]
+    if not all(_is_inside(box, full_box(shape)) for box in local):
+        return ("a piece that leaves the parameter",)
+    return ("pieces that overlap",) if union_elements(local) < sum(map(num_elements, local)) else ()
 
 
 def _ownership(plan: Plan) -> tuple[BucketOf, BucketOf, list[str]]:
@@ -116,7 +123,9 @@ def _ownership(plan: Plan) -> tuple[BucketOf, BucketOf, list[str]]:
     bucket_of: dict[str, int] = {}
     filled: BucketOf = {}
     given_up: BucketOf = {}
+    ranks = set(plan.ranks)
     for index, bucket in enumerate(plan.buckets):
+        tensors = set(bucket.tensors)
         for tensor in bucket.tensors:
             if tensor in bucket_of:
                 problems.append(f"{tensor} is in bucket {bucket_of[tensor]} and in bucket {index}")
@@ -126,15 +135,16 @@ def _ownership(plan: Plan) -> tuple[BucketOf, BucketOf, list[str]]:
             (plan.source, bucket.sources, given_up, "gives up"),
         ):
             for rank, name in ((rank, name) for rank, names in named.items() for name in names):
-                parameter = _parameter(layout, rank, name) if rank in plan.ranks else None
-                what = f"{verb} {_at(rank, name)}"
+                parameter = _parameter(layout, rank, name) if rank in ranks else None
+                faults = []
                 if parameter is None:
-                    problems.append(f"bucket {index} {what}, which the domain does not have")
-                elif not {piece.tensor for piece in parameter.pieces} <= set(bucket.tensors):
-                    problems.append(f"bucket {index} {what}, which holds tensors of other buckets")
+                    faults.append("which the domain does not have")
+                elif any(piece.tensor not in tensors for piece in parameter.pieces):
+                    faults.append("which holds tensors of other buckets")
                 if (rank, name) in found:
-                    problems.append(f"bucket {index} {what}, and so does bucket {found[rank, name]}")
+                    faults.append(f"and so does bucket {found[rank, name]}")
                 found[rank, name] = index
+                problems += [f"bucket {index} {verb} {_at(rank, name)}, {fault}" for fault in faults]
     return filled, given_up, problems
 
 
@@ -210,6 +220,8 @@ def _message_problems(plan: Plan, bucket: Bucket) -> Iterator[str]:
             yield from (f"{where} {fault}" for fault in _list_faults(pack, receiver, moves))
         yield from (f"{where} {fault}" for fault in _in_place_faults(plan, pack))
     remote = Counter(move for move in bucket.moves if not move.is_local)
+    if remote == carried:
+        return
     for move in remote - carried:
         yield f"{_show(move)} is in no message"
     for move in carried - remote:
@@ -234,19 +246,20 @@ def _in_place_faults(plan: Plan, pack: Pack) -> Iterator[str]:
     for rank, moves, in_place in zip(pack.receivers, pack.moves, pack.received_in_place, strict=True):
         ends.append((rank, plan.destination, [move.destination for move in moves], in_place))
     for rank, layout, places, in_place in ends:
-        if in_place and not (len(places) == 1 and _is_one_run(layout, places[0], pack.moves[0][0])):
+        if not in_place:
+            continue
+        parameter = _parameter(layout, places[0].rank, places[0].parameter) if len(places) == 1 else None
+        if parameter is None or not _is_one_run(parameter.shape, pack.moves[0][0].box):
             yield f"is not one run of memory at rank {rank}, and has no staging there"
 
 
-def _is_one_run(layout: Layout, place: Place, move: Move) -> bool:
-    parameter = _parameter(layout, place.rank, place.parameter)
-    if parameter is None:
-        return False
+@lru_cache(maxsize=4096)
+def _is_one_run(shape: tuple[int, ...], box: Box) -> bool:
     distance, stride = 0, 1
-    for extent, size in zip(reversed(extents(move.box)), reversed(parameter.shape), strict=False):
+    for extent, size in zip(reversed(extents(box)), reversed(shape), strict=False):
         distance += (extent - 1) * stride
         stride *= size
-    return distance + 1 == num_elements(move.box)
+    return distance + 1 == num_elements(box)
 
 
 def _release_problems(plan: Plan, given_up: BucketOf) -> Iterator[str]:
@@ -289,7 +302,11 @@ def _piece_at(layout: Layout, place: Place, move: Move) -> Piece | None:
     """Return the piece of a layout that has the move's box at exactly this place."""
     parameter = _parameter(layout, place.rank, place.parameter)
     for piece in parameter.pieces if parameter else ():
-        if piece.tensor == move.tensor and _is_inside(move.box, piece.box):
+        if piece.tensor != move.tensor:
+            continue
+        if move.box == piece.box and place.offset == piece.offset:
+            return piece
+        if _is_inside(move.box, piece.box):
             within = [a - b for (a, _), (b, _) in zip(move.box, piece.box, strict=True)]
             if [a - b for a, b in zip(place.offset, piece.offset, strict=True)] == within:
                 return piece

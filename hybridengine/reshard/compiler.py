@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,12 +16,13 @@ import numpy as np
 
 from hybridengine.errors import PlanError
 from hybridengine.families.family import is_float32
-from hybridengine.reshard.boxes import Box, cover
-from hybridengine.reshard.domains import components
+from hybridengine.reshard.alike import FusedGroup, fused_groups
+from hybridengine.reshard.boxes import cover
 from hybridengine.reshard.gather import Gather
-from hybridengine.reshard.layout import Layout, LocalParameter, Piece, Shard, ShardKey
+from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.messages import joined, packed
 from hybridengine.reshard.plan import Bucket, Move, Pack, Place, Plan
+from hybridengine.reshard.transfer import Domain, Transfer
 from hybridengine.topology.links import NodeMap
 
 BUCKET_ELEMENTS = 64 * 2**20
@@ -67,13 +68,19 @@ def compile_plan(
             f"layouts {source.kind} and {destination.kind} describe different models; compile a plan for one model"
         )
     with without_garbage_collection():
-        domain = _Domain(source, destination, tuple(ranks))
+        domain = Domain(source, destination, tuple(ranks))
         gather = Gather(source, destination, ranks, nodes, two_step)
         groups = []
-        for tensors in fused_groups(domain.shards):
-            moves = [move for tensor in tensors for move in gather.moves(tensor)]
-            packs = packed(moves, source, destination, direct_elements)
-            groups.append(_Group.of(tensors, moves, packs, domain))
+        firsts: dict[Hashable, FusedGroup] = {}
+        transfers: dict[Hashable, Transfer] = {}
+        for fused in fused_groups(domain.shards):
+            first = firsts.setdefault(fused.pattern, fused)
+            choices = gather.choose(first.tensors)
+            if (first.tensors, choices) not in transfers:
+                moves = gather.moves(first.tensors, choices)
+                packs = packed(moves, source, destination, direct_elements)
+                transfers[first.tensors, choices] = Transfer(first, moves, packs, domain)
+            groups.append(_Group.of(fused, transfers[first.tensors, choices]))
         buckets = _buckets(_in_transfer_order(groups), domain, bucket_elements)
         return Plan(source, destination, domain.ranks, tuple(buckets))
 
@@ -98,15 +105,6 @@ def inverse_local(plan: Plan) -> Plan:
         return Plan(plan.destination, plan.source, plan.ranks, buckets)
 
 
-def fused_groups(shards: Iterable[Shard]) -> list[tuple[str, ...]]:
-    """Return the logical tensors that parameters of the shards hold together, in the order of the shards."""
-    return components(
-        dict.fromkeys((parameter.tensor, *(piece.tensor for piece in parameter.pieces)))
-        for shard in shards
-        for parameter in shard.parameters
-    )
-
-
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Suspend the garbage collector, which doubles the time of planning: plans are many small objects without cycles."""
@@ -119,80 +117,11 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _Domain:
-    """Ranks of a plan, and their parameters in both layouts."""
-
-    def __init__(self, source: Layout, destination: Layout, ranks: tuple[int, ...]) -> None:
-        self.source, self.destination, self.ranks = source, destination, ranks
-        self._returning: dict[tuple[ShardKey, ShardKey], frozenset[str]] = {}
-        self._counts: dict[tuple[ShardKey | None, ShardKey | None], tuple[Counter[str], Counter[str]]] = {}
-        places = [(source.keys.get(rank), destination.keys.get(rank)) for rank in ranks]
-        for rank, place in zip(ranks, places, strict=True):
-            if place not in self._counts:
-                self._counts[place] = self._counted(rank)
-        numbers = {place: number for number, place in enumerate(self._counts)}
-        self._place_R = np.array([numbers[place] for place in places])
-
-    @property
-    def shards(self) -> list[Shard]:
-        return [
-            layout.shards[key]
-            for layout in (self.source, self.destination)
-            for key in dict.fromkeys(layout.keys[rank] for rank in self.ranks if rank in layout.keys)
-        ]
-
-    def _counted(self, rank: int) -> tuple[Counter[str], Counter[str]]:
-        """Return the elements that a rank fills and releases, by tensor of the parameter."""
-        filled, released = Counter[str](), Counter[str]()
-        for parameter in self.destination.held(rank).parameters:
-            filled[parameter.tensor] += parameter.num_elements
-        for parameter in self.released(rank, tuple(self.source.held(rank).by_tensor)):
-            released[parameter.tensor] += parameter.num_elements
-        return filled, released
-
-    def elements(self, tensors: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the elements that each rank fills and releases with `tensors`."""
-        sums = [
-            [sum([counts.get(tensor, 0) for tensor in tensors]) for counts in both]
-            for both in self._counts.values()
-        ]
-        filled_R, released_R = np.array(sums)[self._place_R].T
-        return filled_R, released_R
-
-    def filled(self, rank: int, tensors: tuple[str, ...]) -> list[LocalParameter]:
-        return _of(self.destination.held(rank), tensors)
-
-    def released(self, rank: int, tensors: tuple[str, ...]) -> list[LocalParameter]:
-        """Return the source parameters of `tensors` that a rank's destination shard contains completely."""
-        source, destination = self.source.keys.get(rank), self.destination.keys.get(rank)
-        if source is None or destination is None:
-            return []
-        if (source, destination) not in self._returning:
-            held = self.destination.shards[destination].pieces
-            self._returning[source, destination] = frozenset(
-                parameter.name
-                for parameter in self.source.shards[source].parameters
-                if not any(cover(piece.box, _boxes(held, piece.tensor))[1] for piece in parameter.pieces)
-            )
-        returning = self._returning[source, destination]
-        return [one for one in _of(self.source.shards[source], tensors) if one.name in returning]
-
-
-def _of(shard: Shard, tensors: tuple[str, ...]) -> list[LocalParameter]:
-    return [parameter for tensor in tensors for parameter in shard.by_tensor.get(tensor, ())]
-
-
-def _boxes(held: dict[str, list[tuple[str, Piece]]], tensor: str) -> list[tuple[tuple[str, Piece], Box]]:
-    return [(where, where[1].box) for where in held.get(tensor, ())]
-
-
 @dataclass
 class _Group:
-    """Fused tensors with their moves and messages. Shapes: R ranks of the domain. Units: elements."""
+    """Fused tensors that are transferred together. Shapes: R ranks of the domain. Units: elements."""
 
-    tensors: tuple[str, ...]
-    moves: list[Move]
-    packs: list[Pack]
+    parts: list[tuple[FusedGroup, Transfer]]
     in_flight_R: np.ndarray
     """Elements of staging and destination parameters, which are allocated while the group is in flight."""
     held_R: np.ndarray
@@ -201,16 +130,13 @@ class _Group:
     """Maximum number of elements held in addition to the destination while the group is the last in flight."""
 
     @classmethod
-    def of(cls, tensors: tuple[str, ...], moves: list[Move], packs: list[Pack], domain: _Domain) -> _Group:
-        staging = Bucket(tensors, (), tuple(packs), {}, {}).staging
-        staged_R = np.array([staging.get(rank, 0) for rank in domain.ranks])
-        filled_R, released_R = domain.elements(tensors)
-        return cls(tensors, moves, packs, staged_R + filled_R, staged_R + released_R)
+    def of(cls, fused: FusedGroup, transfer: Transfer) -> _Group:
+        return cls([(fused, transfer)], transfer.in_flight_R, transfer.held_R)
 
     @property
     def is_float32(self) -> bool:
         """True if the tensors are in float32 whatever the type of the model is: such a bucket has no others."""
-        return is_float32(self.tensors[0])
+        return is_float32(self.parts[0][0].tensors[0])
 
     def fits_with(self, other: _Group, in_flight: int, held_R: np.ndarray | int) -> bool:
         """True if both groups may be in flight within these limits."""
@@ -220,9 +146,7 @@ class _Group:
         )
 
     def add(self, other: _Group) -> None:
-        self.tensors += other.tensors
-        self.moves += other.moves
-        self.packs += other.packs
+        self.parts += other.parts
         self.in_flight_R = self.in_flight_R + other.in_flight_R
         self.held_R = self.held_R + other.held_R
         self.limit_R = other.limit_R
@@ -234,14 +158,13 @@ def _in_transfer_order(groups: list[_Group]) -> list[_Group]:
     turns: Counter[tuple[int, frozenset[int]]] = Counter()
     keys = []
     for index, group in enumerate(groups):
-        size = int(group.in_flight_R.max())
-        senders = frozenset(pack.source_rank for pack in group.packs if pack.step == 0)
-        keys.append((-size, turns[size, senders], index))
-        turns[size, senders] += 1
+        ((_, transfer),) = group.parts
+        keys.append((-transfer.size, turns[transfer.size, transfer.senders], index))
+        turns[transfer.size, transfer.senders] += 1
     return [groups[index] for _, _, index in sorted(keys)]
 
 
-def _buckets(groups: list[_Group], domain: _Domain, bucket_elements: int) -> Iterator[Bucket]:
+def _buckets(groups: list[_Group], domain: Domain, bucket_elements: int) -> Iterator[Bucket]:
     """Yield groups in order as buckets, cut so that two fit into `bucket_elements` on every rank. They become smaller
     towards the end, because they may use only the destination's space that is still to be filled."""
     room_R = np.full(len(domain.ranks), bucket_elements // 32)
@@ -261,32 +184,42 @@ def _buckets(groups: list[_Group], domain: _Domain, bucket_elements: int) -> Ite
             parts.append(group)
     before = None
     for part in parts:
-        yield Bucket(
-            tensors=part.tensors,
-            moves=tuple(part.moves),
-            packs=joined(part.packs),
-            sources={
-                rank: tuple(parameter.name for parameter in domain.released(rank, part.tensors))
-                for rank in domain.ranks
-                if rank in domain.source.keys
-            },
-            destinations={
-                rank: tuple(parameter.name for parameter in domain.filled(rank, part.tensors))
-                for rank in domain.ranks
-                if rank in domain.destination.keys
-            },
-            overlaps=before is not None and before.fits_with(part, bucket_elements, part.limit_R),
-        )
+        overlaps = before is not None and before.fits_with(part, bucket_elements, part.limit_R)
+        yield _bucket(part.parts, domain, overlaps)
         before = part
+
+
+def _bucket(parts: list[tuple[FusedGroup, Transfer]], domain: Domain, overlaps: bool) -> Bucket:
+    """Return the bucket of these groups."""
+    moves, packs = list[Move](), list[Pack]()
+    sources, destinations = (
+        {rank: list[str]() for rank in domain.ranks if rank in layout.keys}
+        for layout in (domain.source, domain.destination)
+    )
+    for group, transfer in parts:
+        own = transfer.moves_of(group)
+        moves += own
+        packs += transfer.packs_of(own)
+        for named, found in ((sources, transfer.released(group)), (destinations, transfer.filled(group))):
+            for rank, names in found:
+                named[rank] += names
+    return Bucket(
+        tensors=tuple(tensor for group, _ in parts for tensor in group.tensors),
+        moves=tuple(moves),
+        packs=joined(packs),
+        sources={rank: tuple(names) for rank, names in sources.items()},
+        destinations={rank: tuple(names) for rank, names in destinations.items()},
+        overlaps=overlaps,
+    )
 
 
 def _cut_moves(plan: Plan, bucket: Bucket) -> Iterator[Move]:
     """Yield the moves that restore the source parameters of a bucket from what their ranks hold."""
     for rank, names in bucket.sources.items():
-        source, held = plan.source.held(rank), plan.destination.held(rank).pieces
+        source, held = plan.source.held(rank), plan.destination.held(rank)
         for name in names:
             for piece in source.by_name[name].pieces:
-                for (parameter, other), part in cover(piece.box, _boxes(held, piece.tensor))[0]:
+                for (parameter, other), part in cover(piece.box, held.boxes(piece.tensor))[0]:
                     yield Move(
                         piece.tensor,
                         part,

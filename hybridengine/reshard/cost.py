@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridengine.reshard.boxes import num_elements
-from hybridengine.reshard.layout import Layout
-from hybridengine.reshard.plan import Plan
+from hybridengine.reshard.plan import Pack, Plan
 from hybridengine.topology.links import LinkClass, NodeMap
 
 REMOTE = (LinkClass.SAME_NODE, LinkClass.BETWEEN_NODES)
+"""Links of ranks on one node, and of ranks on two."""
 NUM_STEPS = 2
 """Steps of a plan: transfer from the source layout, and forwarding within a node."""
 GATHERED, SPREAD, COPIED = range(3)
@@ -85,28 +84,34 @@ def rank_costs(plan: Plan, traffic: Traffic, element_bytes: int) -> dict[int, Ra
 def plan_traffic(plan: Plan, nodes: NodeMap | None = None) -> Traffic:
     """Return the elements that each rank moves in each bucket and step; without `nodes`, all ranks share one."""
     place_of = {rank: place for place, rank in enumerate(plan.ranks)}
+    node_of = {rank: nodes.node_of(rank) if nodes else 0 for rank in plan.ranks}
     moved, copied = [], []
     for k, bucket in enumerate(plan.buckets):
         for move in bucket.moves:
             if move.is_local:
                 copied.append((k, COPIED, place_of[move.source.rank], move.num_elements))
+        alike: dict[tuple[object, ...], list[Pack]] = {}
         for pack in bucket.packs:
-            size, sender = pack.num_elements, place_of[pack.source_rank]
+            ends = pack.step, pack.source_rank, pack.receivers, pack.sent_in_place, pack.received_in_place
+            alike.setdefault(ends, []).append(pack)
+        for packs in alike.values():
+            pack, count, size = packs[0], len(packs), sum([pack.num_elements for pack in packs])
+            sender = place_of[pack.source_rank]
             if not pack.sent_in_place:
                 copied.append((k, GATHERED, sender, size))
             for rank, in_place in zip(pack.receivers, pack.received_in_place, strict=True):
-                link = nodes.link(pack.source_rank, rank) if nodes else LinkClass.SAME_NODE
-                place, receiver = REMOTE.index(link), place_of[rank]
-                moved += [(k, place, 0, pack.step, receiver, size), (k, place, 1, pack.step, sender, size)]
+                link, receiver = int(node_of[pack.source_rank] != node_of[rank]), place_of[rank]
+                moved.append((k, link, 0, pack.step, receiver, size, count))
+                moved.append((k, link, 1, pack.step, sender, size, count))
                 if not in_place:
                     copied.append((k, SPREAD, receiver, size))
     num_buckets, num_ranks = len(plan.buckets), len(plan.ranks)
     moved_KLDSR = np.zeros((num_buckets, len(REMOTE), 2, NUM_STEPS, num_ranks), dtype=np.int64)
     messages_KLDSR = np.zeros_like(moved_KLDSR)
     copied_KPR = np.zeros((num_buckets, 3, num_ranks), dtype=np.int64)
-    *places, sizes = np.array(moved, dtype=np.int64).reshape(-1, 6).T
+    *places, sizes, counts = np.array(moved, dtype=np.int64).reshape(-1, 7).T
     np.add.at(moved_KLDSR, tuple(places), sizes)
-    np.add.at(messages_KLDSR, tuple(places), 1)
+    np.add.at(messages_KLDSR, tuple(places), counts)
     *places, sizes = np.array(copied, dtype=np.int64).reshape(-1, 4).T
     np.add.at(copied_KPR, tuple(places), sizes)
     overlaps_K = np.array([bucket.overlaps for bucket in plan.buckets], dtype=bool)
@@ -114,7 +119,8 @@ def plan_traffic(plan: Plan, nodes: NodeMap | None = None) -> Traffic:
 
 
 def _rank_cost(plan: Plan, rank: int, moved_LD: list[list[int]], copied: int, element_bytes: int) -> RankCost:
-    source, destination = _sizes(plan.source, rank), _sizes(plan.destination, rank)
+    source_shard, destination_shard = plan.source.held(rank), plan.destination.held(rank)
+    source, destination = source_shard.sizes, destination_shard.sizes
     received = sum(received for received, _ in moved_LD)
     kept = sum(source[name] for name in plan.retained(rank))
     twice = kept if rank in plan.destination.keys else 0
@@ -128,7 +134,7 @@ def _rank_cost(plan: Plan, rank: int, moved_LD: list[list[int]], copied: int, el
         for bucket in plan.buckets
     ]
     memory, in_flight = _memory(plan, rank, forms, sum(source.values()) + waiting)
-    held_pieces, needed_pieces = _num_logical(plan.source, rank), _num_logical(plan.destination, rank)
+    lacking = max(0, destination_shard.num_logical - source_shard.num_logical)
     return RankCost(
         received_by_link={
             link: received * element_bytes for link, (received, _) in zip(REMOTE, moved_LD, strict=True)
@@ -138,7 +144,7 @@ def _rank_cost(plan: Plan, rank: int, moved_LD: list[list[int]], copied: int, el
         source_bytes=sum(source.values()) * element_bytes,
         destination_bytes=sum(destination.values()) * element_bytes,
         redundant_bytes=(twice + waiting) * element_bytes,
-        extra_bytes=max(0, received - max(0, needed_pieces - held_pieces)) * element_bytes,
+        extra_bytes=max(0, received - lacking) * element_bytes,
         one_copy_bytes=(kept - twice + sum(map(max, forms))) * element_bytes,
         bucket_bytes=in_flight * element_bytes,
         memory_bytes=tuple(held * element_bytes for held in memory),
@@ -160,14 +166,3 @@ def _memory(plan: Plan, rank: int, forms: list[tuple[int, int]], held: int) -> t
     for _, freed in opened:
         memory.append(memory[-1] - freed)
     return memory, largest
-
-
-def _sizes(layout: Layout, rank: int) -> dict[str, int]:
-    """Return parameter -> elements of its storage; empty for a rank outside the layout."""
-    return {parameter.name: parameter.num_elements for parameter in layout.held(rank).parameters}
-
-
-def _num_logical(layout: Layout, rank: int) -> int:
-    """Return the number of elements of logical tensors that a rank holds, each piece counted once."""
-    boxes = {(tensor, piece.box) for tensor, held in layout.held(rank).pieces.items() for _, piece in held}
-    return sum(num_elements(box) for _, box in boxes)

@@ -87,6 +87,17 @@ class Shard:
         return sum(parameter.num_elements for parameter in self.parameters)
 
     @cached_property
+    def num_logical(self) -> int:
+        """Number of elements of logical tensors, each box counted once."""
+        boxes = {(tensor, piece.box) for tensor, held in self.pieces.items() for _, piece in held}
+        return sum(num_elements(box) for _, box in boxes)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Parameter name -> elements of its storage."""
+        return {parameter.name: parameter.num_elements for parameter in self.parameters}
+
+    @cached_property
     def by_name(self) -> dict[str, LocalParameter]:
         """Parameter name -> parameter."""
         return {parameter.name: parameter for parameter in self.parameters}
@@ -107,6 +118,14 @@ class Shard:
             for piece in parameter.pieces:
                 found.setdefault(piece.tensor, []).append((parameter.name, piece))
         return found
+
+    def parameters_of(self, tensors: Iterable[str]) -> list[LocalParameter]:
+        """Return the parameters whose bucket is that of `tensors`."""
+        return [parameter for tensor in tensors for parameter in self.by_tensor.get(tensor, ())]
+
+    def boxes(self, tensor: str) -> list[tuple[tuple[str, Piece], Box]]:
+        """Return ((parameter name, piece), box of the piece) for all pieces of a tensor."""
+        return [(where, where[1].box) for where in self.pieces.get(tensor, ())]
 
 
 ShardKey = tuple[int, ...]

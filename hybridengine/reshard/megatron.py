@@ -49,8 +49,16 @@ def megatron_layout(shape: ModelShape, grid: Grid, names: NameSet = NameSet.LOCA
     if shape.experts:
         places = enumerate(ExpertGrid(grid).coordinates())
         keys = {rank: keys[rank] + place.along(EXPERT_AXES) for rank, place in places}
-    shards = {key: megatron_shard(shape, sizes, key, names) for key in sorted(set(keys.values()))}
+    shards = _shards(shape, sizes, tuple(sorted(set(keys.values()))), names)
     return Layout(shape, keys, shards, kind=f"megatron {sizes}")
+
+
+@lru_cache(maxsize=16)
+def _shards(
+    shape: ModelShape, sizes: TrainSizes, keys: tuple[ShardKey, ...], names: NameSet
+) -> dict[ShardKey, Shard]:
+    """Return the shards of a layout, which are those of every order of its ranks."""
+    return {key: megatron_shard(shape, sizes, key, names) for key in keys}
 
 
 def megatron_shard(shape: ModelShape, sizes: TrainSizes, key: ShardKey, names: NameSet) -> Shard:

@@ -25,6 +25,7 @@ from hybridengine.reshard.layout import (
     Layout,
     LocalParameter,
     Shard,
+    ShardKey,
     held_experts,
     layer_parameters,
     vocab_shard,
@@ -46,11 +47,19 @@ def vllm_layout(shape: ModelShape, generation: GenerationGrid, adapted: bool = T
     raise_all(gen_problems(shape, sizes, train.tp_size), PlanError)
     stages = shape.gen_stage_layers(train.pp_size, sizes.pp_size)
     keys = {rank: place.along(MODEL_AXES) for rank, place in enumerate(generation.coordinates())}
-    shards = {
+    return Layout(shape, keys, _shards(shape, tuple(stages), sizes, adapted), kind=f"vllm {sizes}")
+
+
+@lru_cache(maxsize=16)
+def _shards(
+    shape: ModelShape, stages: tuple[range, ...], sizes: GenSizes, adapted: bool
+) -> dict[ShardKey, Shard]:
+    """Return the shards of an engine, in whatever order of ranks."""
+    return {
         (pp_rank, tp_rank): vllm_shard(shape, stages, pp_rank, tp_rank, sizes, adapted)
-        for pp_rank, tp_rank in sorted(set(keys.values()))
+        for pp_rank in range(sizes.pp_size)
+        for tp_rank in range(sizes.tp_size)
     }
-    return Layout(shape, keys, shards, kind=f"vllm {sizes}")
 
 
 @lru_cache(maxsize=16)

@@ -218,10 +218,5 @@ def budgets_of(config: RunConfig, *, on_gpus: bool) -> dict[str, list[Budget]]:
 
 def cost_of(config: RunConfig) -> SwitchCost:
     """Return the cost of switching the actor, computed from its plans."""
-    pricer = SwitchPricer(
-        model_shape(config),
-        config.model.dtype,
-        config.actor.bucket_bytes,
-        adapted=not config.num_loaded_adapters,
-    )
+    pricer = SwitchPricer(engine_shape(config), config.model.dtype, config.actor.bucket_bytes)
     return pricer.price(config.generation_grid, NodeMap(config.cluster.ranks_per_node))

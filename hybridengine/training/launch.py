@@ -23,7 +23,7 @@ from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.rewards import score_column
 from hybridengine.drivers.roles import BaseOfActor, Roles, Scorers
 from hybridengine.errors import ConfigError, raise_all
-from hybridengine.planning.devices import Placed, device_problems
+from hybridengine.planning.devices import Placed, device_problems, fp8_problems
 from hybridengine.rollouts.engines import Engines
 from hybridengine.topology.sizes import TrainSizes
 from hybridengine.training.dry_run import budgets_of
@@ -108,7 +108,8 @@ class RunPools:
         ranks = defaultdict[str, list[Placed]](list)
         for name, pool in self._pools.items():  # every engine has a pool of its own
             ranks[name.partition(".")[0]] += map(Placed, pool.nodes, pool.devices)
-        raise_all(map(str, device_problems(budgets, ranks)))
+        problems = [*map("; ".join, fp8_problems(budgets, ranks)), *map(str, device_problems(budgets, ranks))]
+        raise_all(problems)
 
     def wait(self) -> None:
         """Wait for every call made so far, but for those of engines, which are always at work."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTrainer
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.config.role_sections import MegatronSettings, OptimizerSection
+from hybridengine.planning.devices import FP8_CAPABILITY
 from hybridengine.weights.process_groups import ProcessGroups
 from tests.gpu import one_device
 from tests.gpu.launcher import DeviceLauncher
@@ -21,8 +22,6 @@ from tests.gpu.test_graphs import LARGEST_DIFFERENCE, MEAN_DIFFERENCE
 
 pytestmark = pytest.mark.gpu
 
-LEAST_CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
-"""Compute capability from which Transformer Engine has each scaling."""
 NUM_STEPS = 4
 OPTIMIZER = OptimizerSection(lr=1e-4)
 """Steps so small that differences of one do not grow much in the next."""
@@ -134,7 +133,7 @@ def capability(on_device: DeviceLauncher) -> tuple[int, int]:
     return on_device(1, capability_of)[0]
 
 
-@pytest.mark.parametrize("fp8", LEAST_CAPABILITY)
+@pytest.mark.parametrize("fp8", FP8_CAPABILITY)
 def test_training_in_fp8_is_near_training_in_bfloat16(on_device, folder, note, fp8, capability):
     """Passes if four steps with matrix products in FP8 have losses within 2 % of those in bfloat16, and gradient norms
     within 5 %, and not the same ones; if no copies in FP8 stay when training is left; and if the engine then has the
@@ -142,7 +141,7 @@ def test_training_in_fp8_is_near_training_in_bfloat16(on_device, folder, note, f
 
     Skipped, with the reason, on a device that does not have this scaling.
     """
-    least = LEAST_CAPABILITY[fp8]
+    least = FP8_CAPABILITY[fp8]
     if capability < least:
         needed, found = (".".join(map(str, one)) for one in (least, capability))
         pytest.skip(f"FP8 with {fp8} scaling needs compute capability {needed}, and this is {found}")

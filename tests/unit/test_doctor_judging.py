@@ -345,3 +345,4 @@ def test_what_a_run_reads() -> None:
     (found,) = judge_reads(reads, {"a": {}, "b": {}})
     assert found.level == Level.OK
     assert list(judge_reads({}, {"a": {}})) == []
+    assert list(judge_reads(reads, {})) == []  # no node has room for a rank, so that none was asked

@@ -12,7 +12,8 @@ import pytest
 
 from hybridengine.families.family import is_float32
 from hybridengine.models.shapes import ModelShape
-from hybridengine.reshard.compiler import compile_plan, fused_groups, inverse_local
+from hybridengine.reshard.alike import fused_groups
+from hybridengine.reshard.compiler import compile_plan, inverse_local
 from hybridengine.reshard.cost import RankCost, plan_costs, plan_traffic
 from hybridengine.reshard.layout import Layout, Shard, row_stack, whole
 from hybridengine.reshard.plan import Bucket, Plan
@@ -263,7 +264,7 @@ class GroupSizes:
         self._plan = plan
         self._packs = tuple(pack for bucket in plan.buckets for pack in bucket.packs)
         shards = [layout.shard(rank) for layout in (plan.source, plan.destination) for rank in plan.ranks]
-        self.groups = fused_groups(shards)
+        self.groups = [group.tensors for group in fused_groups(shards)]
 
     def of(self, tensors: Iterable[str], rank: int) -> tuple[int, int, int]:
         """Return elements filled, elements given up, and elements of staged messages."""

@@ -11,7 +11,7 @@ from hybridengine.config import holder_shape, load_config, model_holders
 from hybridengine.families.family import NameSet
 from hybridengine.machine import PROCESS_BYTES, Device
 from hybridengine.planning.budget import Budget
-from hybridengine.planning.devices import Placed, device_problems, node_bytes
+from hybridengine.planning.devices import Placed, device_problems, fp8_problems, node_bytes
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.training.dry_run import budgets_of
 
@@ -45,6 +45,46 @@ def gpus(*sizes: int) -> list[Placed]:
 
 def hosts(size: int, *nodes: str) -> list[Placed]:
     return [Placed(node, Device(size * GB, is_gpu=False, node_bytes=size * GB)) for node in nodes]
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "has"),
+    [
+        ("blockwise", (9, 0), None),
+        ("tensorwise", (8, 9), None),
+        ("blockwise", (), None),  # not known
+        ("tensorwise", (8, 0), "has a GPU of 8.0"),
+        ("mxfp8", (9, 0), "has a GPU of 9.0"),
+        ("mxfp8", None, "has no GPU"),
+    ],
+)
+def test_products_in_8_bits_need_kernels(
+    kind: str, capability: tuple[int, ...] | None, has: str | None
+) -> None:
+    device = Device(80 * GB, capability is not None, 8 * GB, capability or ())
+    budgets = {"main": [MAIN, replace(MAIN, rank=1, fp8={"actor.fp8": kind})]}
+    found = list(fp8_problems(budgets, {"main": [Placed("a", replace(device)), Placed("b", device)]}))
+    assert len(found) == (has is not None)
+    for text, remedy in found:
+        assert text.startswith(f"actor.fp8={kind} needs GPUs of compute capability ")
+        assert text.endswith(f", and rank 1 of pool main on node b {has}")
+        assert remedy == "set actor.fp8=none, or take other devices"
+
+
+def test_budgets_name_the_models_with_products_in_8_bits() -> None:
+    overrides = ["actor.fp8=blockwise", "rollout.quantization=fp8"]
+    config = load_config(ROOT / "configs/qwen2.5-7b-8gpu.yaml", overrides, dry_run=True)
+    expected = {"actor.fp8": "blockwise", "rollout.quantization": "fp8"}
+    assert [budget.fp8 for budget in budgets_of(config, on_gpus=True)["main"]] == [expected] * 8
+
+
+@pytest.mark.parametrize(
+    ("device", "num_problems"),
+    [(Device(GB, False, GB), 0), (Device(GB, True, GB, (8, 9)), 0), (Device(GB, True, GB, (8, 0)), 1)],
+)
+def test_engines_in_8_bits_run_on_a_cpu_and_not_on_every_gpu(device: Device, num_problems: int) -> None:
+    budgets = {"main": [replace(MAIN, fp8={"rollout.quantization": "fp8"})]}
+    assert len(list(fp8_problems(budgets, {"main": [Placed("a", device)]}))) == num_problems
 
 
 def of_rank(budget: Budget, *factors: float) -> list[Budget]:

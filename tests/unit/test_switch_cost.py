@@ -199,3 +199,16 @@ def test_few_domains_are_planned_for_thousands_of_ranks(
     cost = planned(name, train, gen)
     assert len(cost.groups) == num_domains
     assert len(cost.domains) <= 2
+
+
+@pytest.mark.parametrize(("train", "gen"), [("2-2-4", "1-2"), ("1-4-2", "1-2"), ("2-2-2", "1-1")])
+def test_orders_with_the_same_domains_share_plans(train: str, gen: str) -> None:
+    """Orders of ranks and numbers of steps, priced one after another, cost what each costs alone."""
+    shape, nodes = small_shape("llama", tied=False, vocab=256, layers=4, kv_heads=4), NodeMap.uniform(16, 4)
+    pricer = SwitchPricer(shape, "float32", 2**13)
+    for order, two_step in product(RankOrder, (True, False)):
+        generation = grid(train, gen, order)
+        shared = pricer.price(generation, nodes, two_step)
+        alone = SwitchPricer(shape, "float32", 2**13).price(generation, nodes, two_step)
+        assert dataclasses.replace(shared, domains=()) == dataclasses.replace(alone, domains=())
+        assert shared.groups == alone.groups

@@ -210,7 +210,7 @@ class ModelMemory:
         """Return the bytes by activity, given the bytes of activations of forward passes and of updates.
 
         Args:
-            offload: what is in host memory: `none`; `optimizer`, but for updates; or the `weights` of a model that does not
+            offload: what is in host memory: `none`; `optimizer`, but for updates; or `weights`, of a model that does not
                 train, but for its passes.
         """
         if offload == "weights":

@@ -31,6 +31,7 @@ from hybridengine.planning.search.bounds import least_seconds
 from hybridengine.planning.search.options import Option, Options, undominated
 from hybridengine.planning.search.placements import Placement, allocations, placements, pool_sizes
 from hybridengine.planning.search.plan import Plan, Schedule
+from hybridengine.reshard.compiler import without_garbage_collection
 
 MAX_ALLOCATIONS = 400_000
 """Largest number of allocations per placement; above it, pools get only round sizes, and the search is not exact."""
@@ -83,7 +84,8 @@ class Search:
         for number, search in enumerate(searches):
             self._progress(number, len(searches))
             enough = self._num_best is not None and len(plans) >= self._num_best
-            plan = search.run(plans[-1].step_s if enough else math.inf)
+            with without_garbage_collection():
+                plan = search.run(plans[-1].step_s if enough else math.inf)
             if plan is not None:
                 plans = sorted([*plans, plan], key=lambda plan: plan.step_s)[: self._num_best]
         every = [self.allocations(len(search.placement)) for search in searches]

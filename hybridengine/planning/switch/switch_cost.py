@@ -244,21 +244,17 @@ class SwitchPricer:
     """Computes the costs of switches of one model, with `bucket_bytes` of weights in flight at once.
 
     With `groups_experts`, experts that move alike are planned together (`grouped_experts`); a run moves each by itself.
-    Unless `adapted`, engines load adapters from files.
     """
 
     def __init__(
-        self,
-        shape: ModelShape,
-        dtype: str,
-        bucket_bytes: int,
-        *,
-        groups_experts: bool = False,
-        adapted: bool = True,
+        self, shape: ModelShape, dtype: str, bucket_bytes: int, *, groups_experts: bool = False
     ) -> None:
         self.shape, self.dtype, self.bucket_bytes = shape, dtype, bucket_bytes
-        self._groups_experts, self._adapted = groups_experts, adapted
+        self._groups_experts = groups_experts
         self._kept = lru_cache(MOST_PRICED)(self._price)
+        self._sizes: tuple[TrainSizes, GenSizes] | None = None
+        self._domains: dict[tuple[Pattern, bool], DomainPlan] = {}
+        """Plans of the latest sizes: other orders of ranks often have the same domains."""
 
     def price(self, generation: GenerationGrid, nodes: NodeMap, two_step: bool = True) -> SwitchCost:
         """Return the cost of switching to `generation` and back; a PlanError if the engines cannot hold the model."""
@@ -273,17 +269,22 @@ class SwitchPricer:
         shape, element_bytes = self.shape, DTYPE_BYTES[self.dtype]
         if self._groups_experts:
             shape, _ = self.grouped(generation)
-        layouts = megatron_layout(shape, generation.train), vllm_layout(shape, generation, self._adapted)
+        layouts = megatron_layout(shape, generation.train), vllm_layout(shape, generation)
+        sizes = generation.train.sizes, generation.sizes
+        if sizes != self._sizes:
+            self._sizes, self._domains = sizes, {}
         found = []
-        for repeats in distinct_domains(*layouts, nodes):
-            bucket_elements = self.bucket_bytes // element_bytes
-            plan = compile_plan(*layouts, repeats[0], bucket_elements, nodes=nodes, two_step=two_step)
-            found.append((DomainPlan(Way(plan, nodes, element_bytes)), repeats))
+        for pattern, repeats in distinct_domains(*layouts, nodes).items():
+            if (pattern, two_step) not in self._domains:
+                bucket_elements = self.bucket_bytes // element_bytes
+                plan = compile_plan(*layouts, repeats[0], bucket_elements, nodes=nodes, two_step=two_step)
+                self._domains[pattern, two_step] = DomainPlan(Way(plan, nodes, element_bytes))
+            found.append((self._domains[pattern, two_step], repeats))
         return SwitchCost.of(generation, tuple(found), nodes)
 
 
-def distinct_domains(source: Layout, destination: Layout, nodes: NodeMap) -> list[Groups]:
-    """Return the domains, grouped by plans that differ only in ranks and in the start of boxes."""
+def distinct_domains(source: Layout, destination: Layout, nodes: NodeMap) -> dict[Pattern, Groups]:
+    """Return pattern -> domains whose plans differ only in ranks and in the start of boxes."""
     by_shards: dict[Pattern, list[tuple[int, ...]]] = {}
     for ranks in domains(source, destination):
         first_seen: dict[int, int] = {}
@@ -295,7 +296,7 @@ def distinct_domains(source: Layout, destination: Layout, nodes: NodeMap) -> lis
         for (_, on_nodes), repeats in by_shards.items():
             pattern = (_contents(source, destination, repeats[0]), on_nodes)
             found.setdefault(pattern, []).extend(repeats)
-    return [tuple(repeats) for repeats in found.values()]
+    return {pattern: tuple(repeats) for pattern, repeats in found.items()}
 
 
 def _contents(source: Layout, destination: Layout, ranks: tuple[int, ...]) -> Pattern:
