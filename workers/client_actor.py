@@ -15,11 +15,14 @@ from torch import Tensor
 from hybridengine.algorithms.losses.client import client_loss
 from hybridengine.algorithms.losses.client_inputs import LOSS_COLUMNS, check_client_loss
 from hybridengine.backends.engine import SamplingSettings
-from hybridengine.backends.megatron.weights import load_weights
+from hybridengine.backends.megatron.trainer import KeptState
+from hybridengine.backends.megatron.weights import load_weights, start_adapters
 from hybridengine.backends.policy import MicroBatch
 from hybridengine.backends.predictions import Predictions
 from hybridengine.config import RunConfig
 from hybridengine.config.role_sections import OptimizerSection
+from hybridengine.families.adapters import is_of_adapter
+from hybridengine.families.sizes import AdapterSizes
 from hybridengine.rows.batch import columns_of
 from hybridengine.rows.micro_batches import CLIENT_COLUMNS, cut_whole_rows, gather_rows
 from hybridengine.rows.protocols import (
@@ -43,25 +46,56 @@ class ClientActor(ActorWorker):
         super().__init__(context, run, folder, stop_token_ids, tokenizer=str(run.tokenizer_folder))
         self._folder = folder
         self._own_weights: dict[str, Tensor] = {}
+        self._model = ""
+        """Client's model whose adapters this rank trains now."""
+        self._waiting: dict[str, KeptState] = {}
+        """Adapters, gradients and optimizer of the other clients' models."""
 
     @register(ONE_TO_ALL)
-    def begin_model(self) -> None:
-        """Start a client's model on the base model's weights: version 0, a fresh optimizer and no pending gradients."""
+    def hold_model(self, model: str, others: Sequence[str]) -> None:
+        """Train another client's adapters from now on; those of the models `others` wait, and the rest are forgotten.
+
+        A model that has none yet needs `begin_model`.
+        """
+        if self._model in others:
+            self._waiting[self._model] = self.trainer.keep_state()
+        self._waiting = {name: kept for name, kept in self._waiting.items() if name in (model, *others)}
+        if model in self._waiting:
+            self.trainer.restore_state(self._waiting.pop(model))
+        self._model = model
+
+    @register(ONE_TO_ALL)
+    def begin_model(self, part: AdapterSizes | None = None, seed: int | None = None) -> None:
+        """Start a client's model on the base model's weights: version 0, a fresh optimizer and no pending gradients.
+
+        Of adapters, it trains `part` from random values of `seed`, by default the run's.
+        """
         self.trainer.drop_gradients()
-        load_weights(self.trainer, self._folder)
+        if self.shape.adapters:
+            start_adapters(self.trainer, self.run.run.seed if seed is None else seed, part=part)
+        else:
+            load_weights(self.trainer, self._folder)
         steady = self.section.optimizer.model_copy(update={"schedule": "constant", "warmup_steps": 0})
         self.trainer.start_optimizer(steady, offload=self.section.offload)
         self.trainer.version = 0
 
     @register(ONE_TO_ALL)
-    def borrow_weights(self, folder: str) -> None:
+    def borrow_weights(self, folder: str | None) -> None:
         """Hold the weights of a Hugging Face checkpoint until `return_weights`, and the own ones in host memory.
 
-        Gradients and optimizer stay as they are.
+        A model with adapters borrows those of a PEFT folder, or with None does without. Gradients and optimizer stay as
+        they are.
         """
-        weights = self.trainer.weights
-        self._own_weights = {name: weights[name].detach().to("cpu", copy=True) for name in weights.names}
-        load_weights(self.trainer, folder)
+        weights, names = self.trainer.weights, self.trained_names()
+        self._own_weights = {name: weights[name].detach().to("cpu", copy=True) for name in names}
+        if not self.shape.adapters:
+            assert folder is not None, "a model without adapters has no base to do with"
+            load_weights(self.trainer, folder)
+        elif folder is not None:
+            start_adapters(self.trainer, 0, folder)
+        else:
+            for name in names:
+                weights[name].zero_()
 
     @register(ONE_TO_ALL)
     def return_weights(self) -> None:
@@ -72,12 +106,15 @@ class ClientActor(ActorWorker):
 
     @register(ONE_TO_ALL)
     def unsound_weight(self) -> str | None:
-        """Return the name of a weight of this rank that has an infinite value or NaN, None if there is none."""
-        weights = self.trainer.weights
-        sound = {
-            name: torch.isfinite(torch.stack(torch.aminmax(weights[name]))).all() for name in weights.names
-        }
-        return next((name for name in weights.names if not sound[name]), None)
+        """Return the name of a trained weight of this rank that has an infinite value or NaN, None if there is none."""
+        weights, names = self.trainer.weights, self.trained_names()
+        sound = {name: torch.isfinite(torch.stack(torch.aminmax(weights[name]))).all() for name in names}
+        return next((name for name in names if not sound[name]), None)
+
+    def trained_names(self) -> list[str]:
+        """Return the names of this rank's weights that are trained: adapters, if there are any."""
+        names = self.trainer.weights.names
+        return [name for name in names if is_of_adapter(name) or not self.shape.adapters]
 
     @register(PROTO_3D, CLIENT_COLUMNS, optional=[*LOSS_COLUMNS], returns_rows=True)
     def pass_rows(

@@ -76,6 +76,8 @@ class SamplingSettings(_Checked):
     """Tokens that end a response and are its last token; no other token ends a response."""
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a response when its tokens, decoded with special tokens, contain one; requires a tokenizer."""
+    adapter: str = ""
+    """PEFT folder of the adapters that draw the response, for an engine that loads them; empty for the weights alone."""
 
 
 @pydantic_dataclass(frozen=True)

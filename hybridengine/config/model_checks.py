@@ -129,7 +129,7 @@ def _lora(config: RunConfig, shape: ModelShape, dry_run: bool) -> Iterator[Confl
             f"{named} with actor.fp8={actor.fp8} is not supported; set actor.fp8=none", (key, "actor.fp8")
         )
     if isinstance(config.algorithm, ServedAlgorithm):
-        yield Conflict(f"{named} is not supported by a server; set it to 0", (key,))
+        yield from _served_lora(config, shape, named)
     for name, pool in config.cluster.pools.items():
         if "reference" in pool.roles:
             yield Conflict(
@@ -150,6 +150,29 @@ def _lora(config: RunConfig, shape: ModelShape, dry_run: bool) -> Iterator[Confl
             f"{named}: engines of the role generation cannot have the adapters of a mixture of experts; choose an"
             " algorithm without that role",
             (key, "algorithm.name"),
+        )
+
+
+def _served_lora(config: RunConfig, shape: ModelShape, named: str) -> Iterator[Conflict]:
+    """Yield what a server whose clients train adapters of their own does not have."""
+    key = "actor.lora.rank"
+    if shape.experts is not None:
+        yield Conflict(
+            f"{named} is not supported by a server of a mixture of experts ({shape.family}), whose engine can have one"
+            f" client's adapters alone; set {key}=0, or serve a dense model",
+            (key,),
+        )
+    if config.actor.lora.path is not None:
+        yield Conflict(
+            f"actor.lora.path={config.actor.lora.path} is not read by a server, where each client has adapters of its"
+            " own; leave it out",
+            ("actor.lora.path",),
+        )
+    if config.serve.reference:
+        yield Conflict(
+            f"serve.reference=true with {named} would hold the frozen weights twice: the base model is the actor without"
+            " adapters; leave it out",
+            ("serve.reference", key),
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import Field, model_validator
 
-from hybridengine.config.algorithm import ChosenAlgorithm, CorrectionSection, Role
+from hybridengine.config.algorithm import ChosenAlgorithm, CorrectionSection, Role, ServedAlgorithm
 from hybridengine.config.reward_sections import RewardSection, scorer_key
 from hybridengine.config.role_sections import (
     ActorSection,
@@ -156,6 +156,13 @@ class RunConfig(Section):
     def captures_graphs(self) -> bool:
         """True if decoding captures CUDA graphs where ranks have GPUs."""
         return self.cluster.device != "cpu" and self.rollout.cuda_graphs is not False
+
+    @property
+    def num_loaded_adapters(self) -> int:
+        """Number of adapters that an engine loads from files and has at once, as on a server; 0 in a run, whose engines
+        have the actor's adapters as parameters."""
+        served = isinstance(self.algorithm, ServedAlgorithm) and self.actor.lora.rank
+        return self.serve.max_adapters if served else 0
 
     def without_adapters(self) -> RunConfig:
         """Return the configuration of a run that trains the weights themselves."""

@@ -281,7 +281,10 @@ class ServeSection(Section):
     reference: bool = False
     """Hold the base model on the ranks as the role reference too, which answers its log-probs; see section reference."""
     wait_s: Seconds = 600.0
-    """Longest wait of a client's new model for the ranks while the model of another client holds them."""
+    """Longest wait of a client's new model for the ranks while the models of other clients hold them."""
+    max_adapters: Count = 4
+    """Number of models that train at a time if each has adapters of its own (`actor.lora`), and of different adapters in
+    a batch of the engine; other models wait."""
     calls_file: PathText | None = None
     """File for a JSON line about each call on the ranks, with its begin and end, for measurements; none if empty."""
 

@@ -12,7 +12,7 @@ Weights, gradients, optimizer state, cache and activations are counted; what CUD
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -128,16 +128,40 @@ def budget_of(
     graphs = on_gpus and config.captures_graphs
     has_engine = pool == MAIN_POOL or "generation" in config.pools[pool].roles
     fixed = (GPU_BYTES if on_gpus else 0) + (GRAPH_BYTES if graphs and has_engine else 0)
+    fixed += loaded_adapters_bytes(config, pool) if has_engine else 0
     models = pool_models(config, pool, rank)
     offloaded = _offloaded_bytes(models)
     return Budget(
         pool,
         rank,
         {phase: num_bytes + fixed for phase, num_bytes in _pool_phases(config, pool, cost, rank).items()},
-        HOST_BYTES + offloaded + _save_bytes(config, models),
+        HOST_BYTES + offloaded + _save_bytes(config, models) + _waiting_bytes(config, models),
         offloaded,
         partial(_remedies, config, pool, cost, rank, on_gpus),
         _fp8(config, models, has_engine),
+    )
+
+
+def loaded_adapters_bytes(config: RunConfig, pool: str) -> int:
+    """Return the bytes of the adapters that a server's engine loads, which stay while the actor trains."""
+    if not config.num_loaded_adapters:
+        return 0
+    shape, train_pp_size, gen = model_shape(config), config.actor.parallel.pp_size, config.actor.generate
+    if pool != MAIN_POOL:
+        gen = config.generation.parallel
+        train_pp_size = gen.pp_size
+    adapted, plain = (
+        generation_bytes(one, train_pp_size, gen, config.model.dtype)
+        for one in (shape, shape.with_adapters(None))
+    )
+    return config.num_loaded_adapters * (adapted - plain)
+
+
+def _waiting_bytes(config: RunConfig, models: Sequence[HeldModel]) -> int:
+    """Return the bytes in host memory of the models that a server's clients train in turn."""
+    memories = [held.memory for held in models if held.holder.role == "actor"]
+    return config.num_loaded_adapters * sum(
+        one.trained_bytes + one.gradients_bytes + one.optimizer_bytes for one in memories
     )
 
 

@@ -38,36 +38,48 @@ from hybridengine.topology.sizes import MODEL_AXES, GenSizes, TrainSizes
 
 
 @lru_cache(maxsize=16)
-def vllm_layout(shape: ModelShape, generation: GenerationGrid) -> Layout:
-    """Return the layout of the engines; PlanError if they cannot hold the model, or vocabulary shards do not nest."""
+def vllm_layout(shape: ModelShape, generation: GenerationGrid, adapted: bool = True) -> Layout:
+    """Return the layout of the engines; PlanError if they cannot hold the model, or vocabulary shards do not nest.
+
+    Unless `adapted`, engines load the model's adapters from files, and the layout has the base alone.
+    """
     sizes, train = generation.sizes, generation.train.sizes
     raise_all(gen_problems(shape, sizes, train.tp_size), PlanError)
     stages = shape.gen_stage_layers(train.pp_size, sizes.pp_size)
     keys = {rank: place.along(MODEL_AXES) for rank, place in enumerate(generation.coordinates())}
-    return Layout(shape, keys, _shards(shape, tuple(stages), sizes), kind=f"vllm {sizes}")
+    return Layout(shape, keys, _shards(shape, tuple(stages), sizes, adapted), kind=f"vllm {sizes}")
 
 
 @lru_cache(maxsize=16)
-def _shards(shape: ModelShape, stages: tuple[range, ...], sizes: GenSizes) -> dict[ShardKey, Shard]:
+def _shards(
+    shape: ModelShape, stages: tuple[range, ...], sizes: GenSizes, adapted: bool
+) -> dict[ShardKey, Shard]:
     """Return the shards of an engine, in whatever order of ranks."""
     return {
-        (pp_rank, tp_rank): vllm_shard(shape, stages, pp_rank, tp_rank, sizes)
+        (pp_rank, tp_rank): vllm_shard(shape, stages, pp_rank, tp_rank, sizes, adapted)
         for pp_rank in range(sizes.pp_size)
         for tp_rank in range(sizes.tp_size)
     }
 
 
 @lru_cache(maxsize=16)
-def engines_layout(shape: ModelShape, sizes: GenSizes, num_engines: int, first_rank: int) -> Layout:
+def engines_layout(
+    shape: ModelShape, sizes: GenSizes, num_engines: int, first_rank: int, adapted: bool = True
+) -> Layout:
     """Return the layout of engines on consecutive ranks of their own from `first_rank`; PlanError as `vllm_layout`."""
     grid = Grid(TrainSizes(sizes.pp_size, sizes.tp_size, num_engines))
-    own = vllm_layout(shape, GenerationGrid(grid, sizes))
+    own = vllm_layout(shape, GenerationGrid(grid, sizes), adapted)
     keys = {first_rank + rank: key for rank, key in own.keys.items()}
     return Layout(shape, keys, own.shards, kind=f"{num_engines} x {own.kind}")
 
 
 def vllm_shard(
-    shape: ModelShape, stages: tuple[range, ...], pp_rank: int, tp_rank: int, sizes: GenSizes
+    shape: ModelShape,
+    stages: tuple[range, ...],
+    pp_rank: int,
+    tp_rank: int,
+    sizes: GenSizes,
+    adapted: bool = True,
 ) -> Shard:
     """Return the parameters of the engine rank at (`pp_rank`, `tp_rank`); an expert's are slices of vLLM's."""
     tp_size, family = sizes.tp_size, FAMILIES[shape.family]
@@ -80,7 +92,7 @@ def vllm_shard(
     for layer in stages[pp_rank]:
         prefixes = layer_prefix(layer), layer_prefix(layer)
         entries = family.vllm_layer(shape, layer)
-        if not shape.merges_adapters:
+        if adapted and not shape.merges_adapters:
             trained = family.megatron_layer(shape, NameSet.LOCAL, layer)
             entries += tuple(vllm_adapters(entries, trained, shape.adapters, whole_slots=family.whole_slots))
         parameters += layer_parameters(entries, prefixes, shape.tensors, tp_rank, tp_size)

@@ -81,6 +81,7 @@ class Pushes:
             nodes=NodeMap(tuple(len([*run]) for _, run in groupby(nodes))),
             bucket_elements=config.bucket_elements,
             verify=Verify(config.actor.verify),
+            adapted=not config.num_loaded_adapters,
         )
         self._links += 1
         for number, engine in enumerate(by_node):

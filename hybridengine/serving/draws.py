@@ -46,6 +46,7 @@ def _settings(prompt: Prompt, end_tokens: Sequence[int]) -> SamplingSettings:
             top_k=max(0, prompt.top_k),
             stop_token_ids=tuple(dict.fromkeys((*prompt.stop_ids, *ends))),
             stop_strings=prompt.stop_texts,
+            adapter=prompt.adapter,
         )
     except DataError as error:
         raise RequestError(str(error)) from None

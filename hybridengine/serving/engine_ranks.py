@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict
-from tinker.types import AdamParams
+from tinker.types import AdamParams, LoraConfig
 
 from hybridengine.backends.engine import SamplingSettings
 from hybridengine.checkpoints.digests import check_files
@@ -25,6 +26,7 @@ from hybridengine.controller.calls import Future
 from hybridengine.controller.failures import is_passing
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.errors import CheckpointError, RequestError
+from hybridengine.families.sizes import AdapterSizes
 from hybridengine.rows.micro_batches import with_empty_rows
 from hybridengine.serving.draws import DrawRow, draw_batch, draw_rows, drawn_samples
 from hybridengine.serving.pool_engines import PoolEngines
@@ -44,6 +46,8 @@ from hybridengine.serving.scored_prompts import completed, is_scored
 from hybridengine.serving.tinker_wire import TARGETS
 
 POLL_S = 0.05
+PARTS = {"linear_qkv": "attn", "linear_proj": "attn", "linear_fc1": "mlp", "linear_fc2": "mlp"}
+"""Adapted layers -> part of the model, in the words of clients."""
 
 
 class EngineRanks:
@@ -53,7 +57,8 @@ class EngineRanks:
         self._groups, self._config = groups, groups.config
         self.facts = facts
         self._num_replicas = self._config.actor.parallel.dp_size
-        self._holds_base = True  # the actor holds the base model's weights
+        self._adapters = self._config.actor.lora.adapters
+        self._holds_base = True  # the actor holds the base model's weights, apart from adapters
         self.engines = PoolEngines(groups, self.holding) if self._config.engines else None
 
     @property
@@ -67,9 +72,19 @@ class EngineRanks:
         self._holds_base = True
 
     @tells_of_loss
-    def begin_model(self) -> None:
-        """Restore the base model's weights, drop all gradients and start a fresh optimizer."""
-        self._actor.begin_model().wait()
+    def hold(self, model: str, others: Sequence[str]) -> None:
+        """Train another model's adapters from now on; those of the models `others` wait in host memory."""
+        self._actor.hold_model(model, list(others)).wait()
+
+    @tells_of_loss
+    def begin_model(self, lora: LoraConfig | None = None) -> None:
+        """Restore the base model's weights, or start adapters, drop all gradients and start a fresh optimizer."""
+        part = self._adapters
+        if part is not None and lora is not None:
+            chosen = {"attn": lora.train_attn, "mlp": lora.train_mlp}
+            modules = (name for name in part.modules if chosen[PARTS[name]])
+            part = AdapterSizes(lora.rank, part.alpha, tuple(modules))
+        self._actor.begin_model(part, lora.seed if lora else None).wait()
         self._holds_base = True
 
     @tells_of_loss
@@ -107,7 +122,7 @@ class EngineRanks:
             weight_decay=adam.weight_decay,
             clip_grad=adam.grad_clip_norm,
         )
-        self._holds_base = False
+        self._holds_base = self._adapters is not None
         step = self._actor.step_with(settings).get()[0]
         return {"grad_norm:mean": step["grad_norm"], "skipped:sum": step["skipped"]}
 
@@ -147,7 +162,7 @@ class EngineRanks:
         """Load what `save` has written, with a fresh optimizer unless `optimizer`, and drop all gradients."""
         check_files(folder, read_kept(folder / ROLE_FILES, FileList).files)
         self.begin_model()
-        self._holds_base = False
+        self._holds_base = self._adapters is not None
         self._actor.load_checkpoint(str(folder)).wait()
         if not optimizer:
             self._actor.start_training().wait()
@@ -223,6 +238,16 @@ class EngineRanks:
             yield
 
     @contextlib.contextmanager
+    def _adapted(self, adapter: str) -> Iterator[None]:
+        """Have the actor compute with the adapters of a folder, or without any, while the context is open."""
+        if self._adapters is None:
+            yield
+            return
+        with self._afterwards(lambda: self._actor.return_weights()):
+            self._actor.borrow_weights(adapter or None).wait()
+            yield
+
+    @contextlib.contextmanager
     def _afterwards(self, call: Callable[[], Future]) -> Iterator[None]:
         """Carry a call out after the body, also if this fails, but not on ranks that are lost: they may not answer."""
         try:
@@ -248,7 +273,9 @@ class EngineRanks:
         if not prompts:
             return []
         log_probs, tops = self._scored(
-            [prompt.tokens for prompt in prompts], max(prompt.top_prompt_log_probs for prompt in prompts)
+            [prompt.tokens for prompt in prompts],
+            [prompt.adapter for prompt in prompts],
+            max(prompt.top_prompt_log_probs for prompt in prompts),
         )
         return [
             (own, TopLogProbs(*(values[:, : prompt.top_prompt_log_probs] for values in top)))
@@ -260,14 +287,15 @@ class EngineRanks:
     ) -> Sequence[Sequence[Sample]]:
         """Return the samples with the most likely tokens at their positions, where wanted, from one call of the ranks."""
         wholes = [
-            (*prompt.tokens, *sample.tokens.tolist())
+            ((*prompt.tokens, *sample.tokens.tolist()), prompt.adapter)
             for prompt, samples in zip(prompts, drawn, strict=True)
             for sample in samples
             if prompt.top_log_probs
         ]
         if not wholes:
             return drawn
-        tops = iter(self._scored(wholes, max(prompt.top_log_probs for prompt in prompts))[1])
+        tokens, adapters = zip(*wholes, strict=True)
+        tops = iter(self._scored(tokens, adapters, max(one.top_log_probs for one in prompts))[1])
         return [
             [
                 sample._replace(
@@ -283,14 +311,19 @@ class EngineRanks:
         ]
 
     def _scored(
-        self, sequences: Sequence[Sequence[int]], top: int
+        self, sequences: Sequence[Sequence[int]], adapters: Sequence[str], top: int
     ) -> tuple[Sequence[np.ndarray], Sequence[TopLogProbs]]:
         """Return log-probs [T - 1] and most likely tokens of all tokens of each sequence but its first."""
         tokens = [np.asarray(sequence, np.int64) for sequence in sequences]
-        rows = [{"tokens": one[:-1], TARGETS: one[1:]} for one in tokens]
-        batch = self._batch(rows, self._num_replicas)
-        found = self._actor.score(batch, min(top, self.facts.vocabulary_size)).get()
-        lines = [(row, len(one) - 1) for row, one in zip(found, tokens, strict=False)]
+        found = dict[int, Any]()
+        for adapter in dict.fromkeys(adapters):
+            numbers = [number for number, own in enumerate(adapters) if own == adapter]
+            rows = [{"tokens": tokens[number][:-1], TARGETS: tokens[number][1:]} for number in numbers]
+            batch = self._batch(rows, self._num_replicas)
+            with self._adapted(adapter):
+                scored = self._actor.score(batch, min(top, self.facts.vocabulary_size)).get()
+            found |= zip(numbers, scored, strict=False)
+        lines = [(found[number], len(one) - 1) for number, one in enumerate(tokens)]
         return (
             [row["log_probs"][:length].numpy() for row, length in lines],
             [

@@ -14,11 +14,21 @@ from typing import Any, NamedTuple
 
 from tinker import types
 
-from hybridengine.algorithms.losses.client_inputs import FLOAT32_MAX, FLOAT32_TINY
 from hybridengine.errors import HybridEngineError, RanksLostError, RequestError
+from hybridengine.serving.admission import check_adam, check_lora, check_model, check_rank
 from hybridengine.serving.ranks import Ranks
 from hybridengine.serving.samplers import sampler_id
-from hybridengine.serving.store import KEPT, NEW_WEIGHTS, Base, Checkpoint, Model, Request, Sampler, Store
+from hybridengine.serving.store import (
+    KEPT,
+    LIVE,
+    NEW_WEIGHTS,
+    Base,
+    Checkpoint,
+    Model,
+    Request,
+    Sampler,
+    Store,
+)
 from hybridengine.serving.tinker_wire import (
     decode_forward_backward,
     encode_passed,
@@ -31,23 +41,6 @@ MOST_TTL_S = 10 * 365 * 24 * 3600
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-_BETA = (0.0, math.nextafter(1, 0), "at least 0 and below 1")
-_NUMBER = (0.0, FLOAT32_MAX, f"0 to {FLOAT32_MAX:.7g}, the largest float32")
-_ADAM_RULES = {
-    "learning_rate": (0.0, 1.0, "0 to 1: a step of Adam moves each weight by about as much"),
-    "beta1": _BETA,
-    "beta2": _BETA,
-    "eps": (
-        FLOAT32_TINY,
-        FLOAT32_MAX,
-        f"{FLOAT32_TINY:.7g} to {FLOAT32_MAX:.7g}, float32's range: with 0, weights without gradients would be NaN",
-    ),
-    "weight_decay": _NUMBER,
-    "grad_clip_norm": _NUMBER,
-}
-"""Setting -> smallest value, largest value, and both in words."""
-
-
 class Outcome(NamedTuple):
     """Result of a request, and the rows to store together with it."""
 
@@ -56,13 +49,20 @@ class Outcome(NamedTuple):
 
 
 class Execution:
-    """Carries requests of models out on the ranks, and keeps saved weights under `folder`."""
+    """Carries requests of models out on the ranks, and keeps saved weights under `folder`.
 
-    def __init__(self, ranks: Ranks, store: Store, folder: Path) -> None:
+    Weights that samplers mean are kept for the `kept_steps` newest steps of each model.
+    """
+
+    def __init__(self, ranks: Ranks, store: Store, folder: Path, kept_steps: int = 0) -> None:
         self.ranks = ranks
         self.store = store
         self.folder = folder
-        self._has_gradients = False  # gradients wait on the ranks for their optimizer step
+        self._kept_steps = kept_steps
+        self._with_gradients = set[str]()
+        """Models whose gradients wait on the ranks for their optimizer step."""
+        self._present = ""
+        """Model whose adapters the ranks train now."""
         self.held: str | None = None
         """Model whose weights the ranks hold, as they are at its step in the store."""
         self._methods = {
@@ -79,34 +79,26 @@ class Execution:
         """Carry a request of a model out; raise RequestError if the client has to change it."""
         if request.kind not in self._methods:
             raise RequestError(f"{request.kind} is not served; served are {', '.join(self._methods)}")
+        self._hold(request.owner)
         if request.kind in NEW_WEIGHTS:
             self.held = None
         outcome = self._methods[request.kind](request)
         self.held = request.owner
         return outcome
 
-    def check_model(
-        self,
-        base_model: str | None,
-        optimizer: types.OptimizerConfig | None,
-        lora: types.LoraConfig | None = None,
-    ) -> None:
-        """Raise RequestError unless this server has that model and optimizer, and trains all weights of it."""
-        served = self.ranks.facts.name
-        if base_model is not None and base_model != served:
-            raise RequestError(f"base_model={base_model!r} is not served; this server has {served!r}")
-        if optimizer is not None and optimizer.type != "adamw":
-            raise RequestError(f"optimizer type={optimizer.type!r} is not served; choose adamw")
-        if lora is not None and lora.rank != 0:
-            raise RequestError(
-                f"lora_config.rank={lora.rank} is not served: all weights are trained; use lora_rank=0 for full"
-                " fine-tuning"
-            )
-        for part in ("train_unembed", "train_mlp", "train_attn"):
-            if lora is not None and not getattr(lora, part):
-                raise RequestError(
-                    f"lora_config.{part}=false is not served: all weights are trained; leave it out"
-                )
+    @property
+    def has_adapters(self) -> bool:
+        """True if each model has adapters of its own on the base model."""
+        return self.ranks.facts.max_lora_rank > 0
+
+    def _hold(self, model_id: str) -> None:
+        """Have the ranks train a model's adapters, if models have any of their own; those of the others wait."""
+        if not self.has_adapters or model_id == self._present:
+            return
+        self._present, self.held = "", None
+        others = [model.id for model in self.store.models(LIVE) if model.id != model_id]
+        self.ranks.hold(model_id, others)
+        self._present = model_id
 
     def checkpoint(self, path: str) -> Checkpoint:
         """Return the checkpoint at a tinker:// path; raise RequestError if there is none."""
@@ -128,12 +120,13 @@ class Execution:
             )
         if known is None:
             self.store.session(message.session_id)
-            self.check_model(message.base_model, None)
+            check_model(self.ranks.facts, message.base_model)
             if message.base_model is None and message.model_path is None:
                 raise RequestError("create_sampling_session has neither model_path nor base_model; give one")
             sampler = Sampler(id=key, session_id=message.session_id, base_model=self.ranks.facts.name)
             if message.model_path is not None:
                 checkpoint = self.checkpoint(message.model_path)
+                check_rank(self.ranks.facts, checkpoint)
                 if checkpoint.kind != "sampler":
                     raise RequestError(
                         f"{checkpoint.path} has weights for training, which cannot be sampled from; give the path that"
@@ -144,21 +137,22 @@ class Execution:
             self.store.add(sampler)
         return key
 
-    def keep_weights(self, num_kept: int) -> bool:
+    def keep_weights(self) -> bool:
         """Save the weights on the ranks, which are about to change, if a sampler is frozen at them; return whether.
 
-        Its client may sample from them while it trains. Those of the `num_kept` newest steps of a model are kept. Raises
+        Its client may sample from them while it trains. Adapters have been saved when the sampler was made. Raises
         RanksLostError; the next call then saves nothing.
         """
+        if self.has_adapters:
+            return False
         model_id, self.held = self.held, None
-        if model_id is None or not num_kept:
+        if model_id is None or not self._kept_steps:
             return False
         model = self.store.get(Model, model_id)
         if not self.store.has_samplers(model):
             return False
-        folder = self._folder(model_id, KEPT, f"step-{model.step:06d}")
         try:
-            self._write(folder, self.ranks.save_sampler)
+            self._keep(model)
         except RanksLostError:
             raise
         except Exception:  # samplers are refused by name if they are used after all
@@ -166,16 +160,30 @@ class Execution:
                 "the weights of step %d of model %s are not kept", model.step, model_id, exc_info=True
             )
             return False
-        kept = self._saved(folder, KEPT, f"tinker://{model_id}/{KEPT}/{folder.name}", model)
-        self.store.keep(kept, num_kept)
         return True
+
+    def _keep(self, model: Model) -> str:
+        """Save the weights of the model that the ranks hold for its samplers; return their folder."""
+        folder = self._folder(model.id, KEPT, f"step-{model.step:06d}")
+        if not folder.is_dir():
+            self._write(folder, self.ranks.save_sampler)
+        kept = self._saved(folder, KEPT, f"tinker://{model.id}/{KEPT}/{folder.name}", model)
+        self.store.keep(kept, max(1, self._kept_steps))
+        return kept.folder
+
+    def newest_adapter(self, model: Model) -> str:
+        """Return a folder of a model's adapters as they are now."""
+        self._hold(model.id)
+        return self._keep(model)
 
     def forget(self) -> None:
         """Take note of new ranks, which hold no model's weights."""
-        self._has_gradients, self.held = False, None
+        self._with_gradients.clear()
+        self._present, self.held = "", None
 
     def restore(self, model_id: str) -> None:
         """Give new ranks what a model had after its last request that was done: its checkpoint, and all changes since."""
+        self._hold(model_id)
         replay = self.store.replay(model_id)
         if replay.checkpoint is not None:
             self.ranks.load(Path(replay.checkpoint.folder), True)
@@ -184,14 +192,18 @@ class Execution:
         self.held = model_id
 
     def _create_model(self, request: Request) -> Outcome:
-        self.ranks.begin_model()
-        self._has_gradients = False
+        lora = parse(types.CreateModelRequest, request.body).lora_config if self.has_adapters else None
+        if self.has_adapters:
+            check_lora(self.ranks.facts, lora)  # of a server that has been started with another rank
+        self.ranks.begin_model(lora)
+        self._with_gradients.discard(request.owner)
         return _json({"type": "create_model", "model_id": request.owner})
 
     def _forward_backward(self, request: Request) -> Outcome:
         decoded = decode_forward_backward(request.body, self.ranks.facts)
         passed = self.ranks.forward_backward(decoded.rows, decoded.loss, decoded.settings, decoded.backward)
-        self._has_gradients |= decoded.backward
+        if decoded.backward:
+            self._with_gradients.add(request.owner)
         return Outcome(encode_passed(passed))
 
     def _optim_step(self, request: Request) -> Outcome:
@@ -200,11 +212,11 @@ class Execution:
             raise RequestError(
                 f"optim_params of the type {adam.type!r} are not served; send those of Adam, which have no type"
             )
-        _check_adam(adam)
-        if not self._has_gradients:
+        check_adam(adam)
+        if request.owner not in self._with_gradients:
             raise RequestError("no gradients wait for an optim_step; send forward_backward before it")
         metrics = self.ranks.optim_step(adam)
-        self._has_gradients = False
+        self._with_gradients.discard(request.owner)
         # a skipped step has no norm of gradients, and JSON no NaN
         return _json(
             {"metrics": {name: float(value) for name, value in metrics.items() if math.isfinite(value)}}
@@ -218,9 +230,10 @@ class Execution:
                 raise RequestError(
                     f"{message.path} has weights for sampling only; load what save_weights (save_state) wrote"
                 )
+            check_rank(self.ranks.facts, checkpoint, self.store.get(Model, request.owner))
             request.folder = checkpoint.folder
         self.ranks.load(Path(request.folder), message.optimizer)
-        self._has_gradients = False
+        self._with_gradients.discard(request.owner)
         return _json({"type": "load_weights", "path": message.path, "model_id": request.owner}, request)
 
     def _save_weights(self, request: Request) -> Outcome:
@@ -247,6 +260,8 @@ class Execution:
             model_id=model.id,
             step=model.step if message.kind == "snapshot" else None,
         )
+        if self.has_adapters and sampler.step is not None:
+            sampler.folder = self._keep(model)
         return _json({"type": "save_weights_for_sampler", "sampling_session_id": sampler.id}, sampler)
 
     def _save(
@@ -297,22 +312,11 @@ class Execution:
             kind=kind,
             model_id=model.id,
             base_model=model.base_model,
+            lora_rank=model.lora_rank,
             seq_id=model.seq_id,
             step=model.step,
             resumable=not model.gradients,
             created_s=time.time(),
-        )
-
-
-def _check_adam(adam: types.AdamParams) -> None:
-    """Raise RequestError for settings with which a step makes weights that are not numbers, or no longer a model's."""
-    for name, (low, high, rule) in _ADAM_RULES.items():
-        if not low <= (value := getattr(adam, name)) <= high:
-            raise RequestError(f"adam_params.{name}={value} must be {rule}")
-    if adam.learning_rate * adam.weight_decay > 1:
-        raise RequestError(
-            f"adam_params.learning_rate={adam.learning_rate} times weight_decay={adam.weight_decay} must be at most 1:"
-            " more would turn the sign of weights; lower one of them"
         )
 
 

@@ -28,8 +28,7 @@ logger = logging.getLogger(__name__)
 class ModelRequests:
     """Carries the requests of models out on the actor, whose ranks are started again when they are lost.
 
-    Before weights change, those that a sampler means are saved, and those of the `kept_steps` newest steps kept. The
-    thread that calls it has the actor for itself.
+    Before weights change, those that a sampler means are saved. The thread that calls it has the actor for itself.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class ModelRequests:
         results: Results,
         changed: threading.Condition,
         *,
-        kept_steps: int,
         max_restarts: int,
     ) -> None:
         self.restarts = Restarts(execution.ranks, max_restarts, self.restore)
@@ -47,21 +45,21 @@ class ModelRequests:
         """True if folders of checkpoints may have become superfluous."""
         self._execution, self._store = execution, execution.store
         self._turns, self._results, self._changed = turns, results, changed
-        self._kept_steps = kept_steps
 
     def begin(self) -> None:
-        """Give the ranks what the model in training had when an earlier process ended."""
+        """Give the ranks what the models in training had when an earlier process ended."""
         try:
             self.restore()
         except RanksLostError as error:
             self.restarts.recover(error)
 
     def restore(self) -> None:
-        """Give new ranks what the model in training had; stop that model if this fails, or fails again."""
-        model_id = self._turns.holder
+        """Give new ranks what the models in training had; stop a model if this fails, or fails again."""
         self._execution.forget()
-        if model_id is None:
-            return
+        for model_id in self._turns.holders:
+            self._restore(model_id)
+
+    def _restore(self, model_id: str) -> None:
         try:
             self._execution.restore(model_id)
         except Exception as error:  # the server stays: other models can be created
@@ -99,7 +97,7 @@ class ModelRequests:
         The ranks' loss is not the request's fault, so it is then carried out on new ones, without another try to keep.
         """
         try:
-            if self._execution.keep_weights(self._kept_steps):
+            if self._execution.keep_weights():
                 self.frees_folders = True  # an older folder may go
             return True
         except RanksLostError as error:

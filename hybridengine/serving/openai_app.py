@@ -7,6 +7,7 @@ import hmac
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header
@@ -35,7 +36,10 @@ _NO_MODEL = "model_not_found"
 def create_openai_app(
     room: Room, tokenizer: Tokenizer, api_key: str, max_body_bytes: int, wait_s: float
 ) -> FastAPI:
-    """Return an app that samples from what the ranks of `room` hold: the model in training, or else the base model."""
+    """Return an app that samples from what the ranks of `room` hold: the model in training, or else the base model.
+
+    If clients train adapters, it samples from the base model, or with saved adapters that a call names as its model.
+    """
 
     def check_key(authorization: Annotated[str | None, Header()] = None) -> None:
         if not hmac.compare_digest((authorization or "").encode(), f"Bearer {api_key}".encode()):
@@ -62,14 +66,16 @@ def create_openai_app(
         @app.post(path)
         async def endpoint(call: Call) -> JSONResponse:
             request = await run_in_threadpool(read, kind, await read_body(call, max_body_bytes))
-            if request.model not in (None, facts.name):
+            adapter = await run_in_threadpool(room.adapter_of, request.model)
+            if adapter is None:
                 raise ArgumentError(
                     f"model={request.model!r} is not served; this server has {facts.name!r}",
                     "model",
                     _NO_MODEL,
                 )
             loop = asyncio.get_running_loop()
-            prompts = await loop.run_in_executor(tokenizing, request.prompts, texts, facts)
+            asked = await loop.run_in_executor(tokenizing, request.prompts, texts, facts)
+            prompts = [replace(prompt, adapter=adapter) for prompt in asked]
             drawn = await _draw(room, prompts, wait_s, call)
             return JSONResponse(
                 await loop.run_in_executor(tokenizing, answer, request, prompts, drawn, texts)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
-from tinker.types import AdamParams
+from tinker.types import AdamParams, LoraConfig
 
 # T tokens of one row, K target tokens per position, k most likely tokens per position
 
@@ -29,6 +29,10 @@ class ModelFacts:
     context_tokens: int
     """Largest number of tokens of a row, or of a prompt with its response."""
     architecture: str | None = None
+    max_lora_rank: int = 0
+    """Largest rank of the adapters that each model trains on the frozen base model; 0 if models train all weights."""
+    lora_parts: tuple[str, ...] = ()
+    """Parts of the model with adapters: "attn", "mlp"."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ class Prompt:
     """First position of the prompt whose log-probs are wanted; None for none."""
     top_prompt_log_probs: int = 0
     top_log_probs: int = 0
+    adapter: str = ""
+    """PEFT folder of the adapters to sample with on the base model; empty for none."""
 
 
 class Sample(NamedTuple):
@@ -136,8 +142,15 @@ class Ranks(Protocol):
         """End the ranks, whatever they do, and start new ones with the base model's weights."""
         ...
 
-    def begin_model(self) -> None:
-        """Restore the base model's weights, drop all gradients and start a fresh optimizer."""
+    def hold(self, model: str, others: Sequence[str]) -> None:
+        """Train another model's adapters from now on; those of the models `others` wait, and the rest are forgotten.
+
+        Only called if models have adapters of their own.
+        """
+        ...
+
+    def begin_model(self, lora: LoraConfig | None = None) -> None:
+        """Restore the base model's weights, or start adapters, drop all gradients and start a fresh optimizer."""
         ...
 
     def forward_backward(

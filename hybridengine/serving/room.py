@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import shutil
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 from tinker import types
 
 from hybridengine.errors import HybridEngineError, RequestError
+from hybridengine.serving.admission import check_lora, check_model, check_rank
 from hybridengine.serving.execution import Execution
 from hybridengine.serving.fair_lock import FairLock
 from hybridengine.serving.model_requests import ModelRequests
@@ -23,6 +25,7 @@ from hybridengine.serving.restarts import cause_of
 from hybridengine.serving.results import Results
 from hybridengine.serving.sampling import PROMPT, PROMPTS, Sampling
 from hybridengine.serving.store import (
+    DONE,
     WAITING,
     Checkpoint,
     ClientSession,
@@ -43,11 +46,11 @@ UPKEEP_S = 60.0
 class Room:
     """Accepts requests from any thread and carries them out on `ranks`.
 
-    One model holds the ranks at a time, and others wait for them (`Turns`). Its requests are carried out by ascending
-    `seq_id` without gaps. Sampling requests are carried out between them, all that are there in one call, or by a thread
-    of their own if there are engines on other ranks (`Sampling`). A request is known by its owner and `seq_id`: a retry
-    gets the first one's result. Ranks that are lost are started again (`Restarts`), and the request in which they were is
-    carried out again, unless it may be the cause itself.
+    `places` models hold the ranks at a time, one unless each has adapters of its own, and others wait for them (`Turns`).
+    A model's requests are carried out by ascending `seq_id` without gaps. Sampling requests are carried out between them,
+    all that are there in one call, or by a thread of their own if there are engines on other ranks (`Sampling`). A
+    request is known by its owner and `seq_id`: a retry gets the first one's result. Ranks that are lost are started
+    again (`Restarts`), and the request in which they were is carried out again, unless it may be the cause itself.
 
     A sampler keeps to the step at which it was made: before weights change, those that a sampler means are saved, and
     those of the `kept_steps` newest steps kept. Older ones are refused, or, with `newest`, get the newest weights.
@@ -60,6 +63,7 @@ class Room:
         folder: Path,
         limits: Limits | None = None,
         *,
+        places: int = 1,
         kept_steps: int = 0,
         newest: bool = False,
         max_restarts: int = 0,
@@ -71,7 +75,7 @@ class Room:
         self.at_failure: Callable[[], object] = lambda: None
         """Called once there is a `failure`."""
         self.results = Results(store)
-        self._execution = Execution(ranks, store, folder)
+        self._execution = Execution(ranks, store, folder, kept_steps)
         self._limits = limits or Limits()
         self._actor = FairLock()
         """Held by the thread that uses the actor, changes files of saved weights or starts ranks again; taken before
@@ -79,10 +83,10 @@ class Room:
         # guards what follows, and is not held during calls of the ranks
         self._changed = threading.Condition()
         self._closing = False
-        self._turns = Turns(store, self.results, self._limits)
+        self._turns = Turns(store, self.results, self._limits, places)
         self._samples = WaitingSamples(self._changed, self._limits)
         shared = self._execution, self._turns, self.results, self._changed
-        self._requests = ModelRequests(*shared, kept_steps=kept_steps, max_restarts=max_restarts)
+        self._requests = ModelRequests(*shared, max_restarts=max_restarts)
         self._restarts = self._requests.restarts
         self._sampling = Sampling(*shared, self._samples, self._restarts, self._actor, newest=newest)
         self._upkeep_s = time.monotonic()
@@ -94,7 +98,7 @@ class Room:
     def start(self) -> None:
         """Take up what an earlier process of this server has left in the store, and begin to carry requests out."""
         self._turns.resume()
-        waiting = {self._turns.holder, *(model.id for model in self.store.models(WAITING))}
+        waiting = {*self._turns.holders, *(model.id for model in self.store.models(WAITING))}
         for request in self.store.queued():
             if request.kind == "sample":
                 self._samples.add(request.id)
@@ -168,8 +172,12 @@ class Room:
 
         Raises: RequestError for another model, optimizer or LoRA, or if the session has a model.
         """
-        self._execution.check_model(message.base_model, message.optimizer_config, message.lora_config)
-        return self._begin(message.session_id, message.model_seq_id, "create_model", body)
+        lora = message.lora_config
+        check_model(self.ranks.facts, message.base_model, message.optimizer_config)
+        check_lora(self.ranks.facts, lora)
+        return self._begin(
+            message.session_id, message.model_seq_id, "create_model", body, lora.rank if lora else 0
+        )
 
     def load_model(self, message: types.LoadWeightsRequest, body: bytes) -> str:
         """Return the id of the request that creates a model from a checkpoint once its turn has come."""
@@ -177,9 +185,12 @@ class Room:
             return self.submit(message.model_id, message.seq_id, "load_weights", body)
         if message.session_id is None or message.model_seq_id is None:
             raise RequestError("load_weights needs session_id and model_seq_id, or model_id and seq_id")
-        self._execution.check_model(message.base_model, message.optimizer_config)
-        self._execution.checkpoint(message.path)
-        return self._begin(message.session_id, message.model_seq_id, "load_weights", body)
+        check_model(self.ranks.facts, message.base_model, message.optimizer_config)
+        checkpoint = self._execution.checkpoint(message.path)
+        check_rank(self.ranks.facts, checkpoint)
+        return self._begin(
+            message.session_id, message.model_seq_id, "load_weights", body, checkpoint.lora_rank
+        )
 
     def create_sampler(self, message: types.CreateSamplingSessionRequest) -> str:
         """Return the id of a sampling session from a checkpoint or from the base model."""
@@ -189,6 +200,18 @@ class Room:
     def checkpoint(self, path: str) -> Checkpoint:
         """Return the checkpoint at a tinker:// path; raise RequestError if there is none."""
         return self._execution.checkpoint(path)
+
+    def adapter_of(self, model: str | None) -> str | None:
+        """Return the folder of the adapters of a model that an OpenAI client names; None if there is no such model.
+
+        It is empty for the served model itself. Others are, if clients train adapters, paths that
+        save_weights_for_sampler has returned; raises RequestError if one does not exist.
+        """
+        if model in (None, self.ranks.facts.name):
+            return ""
+        is_path = self._execution.has_adapters and model is not None and model.startswith("tinker://")
+        checkpoint = self.checkpoint(model) if is_path and model is not None else None
+        return checkpoint.folder if checkpoint is not None and checkpoint.kind == "sampler" else None
 
     def delete_checkpoint(self, path: str) -> None:
         """Remove a checkpoint; its files stay until no restart needs them."""
@@ -217,7 +240,7 @@ class Room:
             else:
                 self._turns.check(owner, seq_id)
                 self.store.add(request)
-                self._turns.arrived(seq_id)
+                self._turns.arrived(owner, seq_id)
             self._changed.notify_all()
         return request.id
 
@@ -249,12 +272,25 @@ class Room:
         with self._changed:
             self.results.finish(dict.fromkeys(self._samples.withdraw(request_ids), RequestError(reason)))
 
-    def _begin(self, session_id: str, model_seq_id: int, kind: str, body: bytes) -> str:
+    def unload(self, model_id: str) -> str:
+        """End a model, whose checkpoints stay; return the id of a request that is done."""
+        key, result = f"{model_id}:unload", {"type": "unload_model", "model_id": model_id}
+        done = Request(id=key, owner=key, seq_id=0, kind="unload_model", body=b"", state=DONE)
+        done.result, done.done_s = json.dumps(result).encode(), time.time()
+        with self._changed:
+            self._turns.unload(model_id)
+            if self.store.find(Request, key) is None:
+                self.store.add(done)
+            self._changed.notify_all()
+        return key
+
+    def _begin(self, session_id: str, model_seq_id: int, kind: str, body: bytes, lora_rank: int) -> str:
         model_seq_id = _checked_number("model_seq_id", model_seq_id, session_id)
         with self._changed:
             if self.failure is not None:
                 return f"{session_id}:train:{model_seq_id}:0"
-            key = self._turns.begin(session_id, model_seq_id, self.ranks.facts.name, kind, body)
+            base = self.ranks.facts.name
+            key = self._turns.begin(session_id, model_seq_id, base, kind, body, lora_rank)
             self._changed.notify_all()
         return key
 

@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, islice
 from typing import NamedTuple, TypeVar
@@ -30,6 +31,7 @@ from hybridengine.serving.waiting_samples import WaitingSamples
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+BASE = Source("base", "base")
 PROMPT = "prompt"
 """Kind of a request whose body is a `Prompt`, for the weights that the ranks hold."""
 PROMPTS = TypeAdapter(Prompt)
@@ -123,12 +125,15 @@ class Sampling:
         held = None if self._engines is None else self._engines.held
         if held is None:
             return None
-        model = self._model()
-        prompts = {
-            key: prompt
-            for key, (prompt, sampler_id) in asked.items()
-            if not needs_logits(prompt) and self._means(sampler_id, model, held)
-        }
+        model, prompts = self._model(), dict[str, Prompt]()
+        for key, (prompt, sampler_id) in asked.items():
+            if needs_logits(prompt):
+                continue
+            if not self._execution.has_adapters:
+                if self._means(sampler_id, model, held):
+                    prompts[key] = prompt
+            elif (adapter := self._saved_adapter(prompt, self._sampler(sampler_id))) is not None:
+                prompts[key] = replace(prompt, adapter=adapter)
         if next(iter(asked)) not in prompts:
             return None
         self._put_back([key for key in asked if key not in prompts])
@@ -172,17 +177,41 @@ class Sampling:
             try:
                 # read here: the weights that it means may have been kept a moment ago
                 sampler = self._sampler(sampler_id)
-                source = source_of(self._store, sampler, model, self._execution.held, self._newest)
+                if self._execution.has_adapters:  # which the prompts name: one draw has those of many
+                    prompt, source = replace(prompt, adapter=self._adapter(prompt, sampler)), BASE
+                else:
+                    source = source_of(self._store, sampler, model, self._execution.held, self._newest)
                 groups[source, self._engines is None or needs_logits(prompt)][key] = prompt
             except RequestError as error:
                 refused[key] = error
         self._finish(refused)
         return groups
 
+    def _saved_adapter(self, prompt: Prompt, sampler: Sampler | None) -> str | None:
+        """Return the folder of the adapters that a prompt means, empty for the base model; None if it is not there."""
+        if sampler is None or sampler.model_id is None:
+            return prompt.adapter
+        folder = saved_folder(self._store, sampler)
+        return None if folder is None else str(folder)
+
+    def _adapter(self, prompt: Prompt, sampler: Sampler | None) -> str:
+        """Return the folder of the adapters that a prompt means, which are saved now if they are a model's newest.
+
+        Raises RequestError if they are neither saved nor the newest.
+        """
+        saved = self._saved_adapter(prompt, sampler)
+        if saved is not None:
+            return saved
+        assert sampler is not None and sampler.model_id is not None, "the base model needs no folder"
+        model = self._store.get(Model, sampler.model_id)
+        holder = model if model.id in self._turns.holders and model.seq_id >= 0 else None
+        source_of(self._store, sampler, holder, holder and holder.id, self._newest)
+        return self._execution.newest_adapter(model)
+
     def _model(self) -> Model | None:
-        """Return the model that holds the ranks."""
+        """Return the model that holds the ranks, if only one can."""
         holder = self._turns.holder
-        return None if holder is None else self._store.get(Model, holder)
+        return None if holder is None or self._execution.has_adapters else self._store.get(Model, holder)
 
     def _push(self, source: Source, request_ids: Iterable[str]) -> bool:
         """Give engines weights that they do not hold; tell those who wait for them if that fails."""

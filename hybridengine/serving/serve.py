@@ -23,7 +23,7 @@ from hybridengine.errors import ConfigError, raise_all
 from hybridengine.files import writing
 from hybridengine.models.checkpoint_files import copy_companions
 from hybridengine.serving.call_file import CallFile
-from hybridengine.serving.engine_ranks import EngineRanks
+from hybridengine.serving.engine_ranks import PARTS, EngineRanks
 from hybridengine.serving.http_server import HttpServer
 from hybridengine.serving.lease import leased
 from hybridengine.serving.rank_groups import RankGroups
@@ -72,12 +72,15 @@ def serve(config: RunConfig) -> None:
             vocabulary_size=len(tokenizer),
             context_tokens=config.max_tokens,
             architecture=shape.family,
+            max_lora_rank=config.actor.lora.rank,
+            lora_parts=tuple({PARTS[module] for module in config.actor.lora.modules}),
         )
         room = Room(
             EngineRanks(groups, facts),
             ends.enter_context(contextlib.closing(_store(section, config.run_folder))),
             config.run_folder / "checkpoints",
             Limits(turn_s=section.wait_s),
+            places=config.num_loaded_adapters or 1,
             kept_steps=section.kept_steps,
             newest=section.newest_sampler,
             max_restarts=config.faults.max_restarts,

@@ -63,6 +63,8 @@ class Model(Base):
     """Last request that was carried out; 0 creates the model."""
     step: Mapped[int] = mapped_column(default=0)
     """Number of times that the weights have changed: optimizer steps and loads."""
+    lora_rank: Mapped[int] = mapped_column(default=0)
+    """Rank of its adapters; 0 if all weights are trained."""
     gradients: Mapped[bool] = mapped_column(default=False)
     """True if gradients wait for their optimizer step."""
     state: Mapped[str] = mapped_column(default=LIVE)
@@ -133,6 +135,7 @@ class Checkpoint(Base):
     kind: Mapped[str]
     model_id: Mapped[str] = mapped_column(ForeignKey("models.id"), index=True)
     base_model: Mapped[str]
+    lora_rank: Mapped[int] = mapped_column(default=0)
     seq_id: Mapped[int]
     """Request of the model that made it."""
     step: Mapped[int]
@@ -281,10 +284,6 @@ class Store:
         """Return the models in a state, oldest first."""
         return self.all(select(Model).where(Model.state == state).order_by(Model.created_s))
 
-    def live_model(self) -> Model | None:
-        """Return the model that holds the ranks."""
-        return next(iter(self.models(LIVE)), None)
-
     def queued(self) -> Sequence[Request]:
         """Return the requests that were accepted and are not done, each owner's in order."""
         return self.all(
@@ -341,12 +340,16 @@ class Store:
 
         Weights that were kept before that time for samplers of a model that is no longer live are gone as well.
 
-        Guarantees: what a restart needs of a live model stays.
+        Guarantees: what a restart needs of live models stays.
         """
-        live = self.live_model()
-        base = self._restart_point(live.id) if live else None
-        needed = sqlalchemy.and_(
-            Request.owner == (live.id if live else ""), Request.seq_id > (base.seq_id if base else -1)
+        live = [model.id for model in self.models(LIVE)]
+        bases = {model_id: self._restart_point(model_id) for model_id in live}
+        needed = sqlalchemy.or_(
+            sqlalchemy.false(),
+            *(
+                sqlalchemy.and_(Request.owner == key, Request.seq_id > (base.seq_id if base else -1))
+                for key, base in bases.items()
+            ),
         )
         with self.transaction() as transaction:
             old = (Request.state != QUEUED, Request.done_s < before_s)
@@ -356,12 +359,12 @@ class Store:
             expired = Checkpoint.expires_s < time.time()
             unused = sqlalchemy.and_(
                 Checkpoint.kind == KEPT,
-                Checkpoint.model_id != (live.id if live else ""),
+                Checkpoint.model_id.not_in(live),
                 Checkpoint.created_s < before_s,
             )
             transaction.execute(sqlalchemy.update(Checkpoint).where(expired | unused).values(gone=True))
             loaded = transaction.scalars(select(Request.folder).where(needed, Request.folder.is_not(None)))
-            kept = {*loaded, *([base.folder] if base else [])}
+            kept = {*loaded, *(base.folder for base in bases.values() if base)}
             gone = transaction.scalars(select(Checkpoint).where(Checkpoint.gone)).all()
             removed = [each for each in gone if each.folder not in kept]
             for each in removed:

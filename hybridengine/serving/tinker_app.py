@@ -194,13 +194,19 @@ def _add_models(api: APIRouter, room: Room, limit: int) -> None:
     async def get_info(call: Call) -> dict[str, Any]:
         message = await parse_body(types.GetInfoRequest, await read_body(call, limit))
         model = await run_in_threadpool(room.store.get, Model, message.model_id)
-        return {"type": "get_info", "model_id": model.id, "is_lora": False} | _model(room.ranks.facts)
+        known = {"type": "get_info", "model_id": model.id} | _lora(model.lora_rank)
+        return known | _model(room.ranks.facts)
+
+    @api.post("/unload_model")
+    async def unload_model(call: Call) -> dict[str, str]:
+        message = await parse_body(types.UnloadModelRequest, await read_body(call, limit))
+        return await accept(room.unload, message.model_id)
 
     @api.post("/weights_info")
     async def weights_info(call: Call) -> dict[str, Any]:
         message = await parse_body(WeightsInfoRequest, await read_body(call, limit))
         checkpoint = await run_in_threadpool(room.checkpoint, message.tinker_path)
-        return {"base_model": checkpoint.base_model, "is_lora": False}
+        return {"base_model": checkpoint.base_model} | _lora(checkpoint.lora_rank)
 
     @api.get("/training_runs/{model_id}/checkpoints")
     def checkpoints(model_id: str) -> dict[str, Any]:
@@ -221,6 +227,10 @@ def _add_models(api: APIRouter, room: Room, limit: int) -> None:
     def delete_checkpoint(model_id: str, checkpoint_id: str) -> dict[str, str]:
         room.delete_checkpoint(f"tinker://{model_id}/{checkpoint_id}")
         return {}
+
+
+def _lora(rank: int) -> dict[str, Any]:
+    return {"is_lora": True, "lora_rank": rank} if rank else {"is_lora": False}
 
 
 def _model(facts: ModelFacts) -> dict[str, Any]:

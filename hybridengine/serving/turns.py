@@ -1,9 +1,9 @@
-"""Turns of models on the ranks: one model holds them, and the others wait until its client is gone."""
+"""Turns of models on the ranks: as many as train at a time hold them, and the others wait until a client is gone."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sqlalchemy import select
 
@@ -40,47 +40,76 @@ class Limits:
     """Time after which the result of a request is removed."""
 
 
+@dataclass
+class Place:
+    """The requests of a model that holds the ranks."""
+
+    next_seq_id: int
+    arrivals: dict[int, float] = field(default_factory=dict)
+    """seq_id -> time of arrival."""
+    progress_s: float = 0.0
+    """Time at which the last request was done."""
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the next request is there."""
+        return self.next_seq_id in self.arrivals
+
+
 class Turns:
-    """The model that holds the ranks with its requests by ascending `seq_id`, and the models that wait for the ranks.
+    """The models that hold the ranks with their requests by ascending `seq_id`, and the models that wait for the ranks.
 
     For one thread at a time: the room's lock is held during all calls.
+
+    Args:
+        most: number of models that hold the ranks at most: 1 unless each has adapters of its own.
     """
 
-    def __init__(self, store: Store, results: Results, limits: Limits) -> None:
-        self.holder: str | None = None
-        """Id of the model that holds the ranks."""
-        self._store, self._results, self._limits = store, results, limits
-        self._next_seq_id = 0
-        self._arrivals: dict[int, float] = {}  # seq_id of the holder's requests -> time of arrival
-        self._progress_s = 0.0
+    def __init__(self, store: Store, results: Results, limits: Limits, most: int = 1) -> None:
+        self._store, self._results, self._limits, self._most = store, results, limits, most
+        self._places: dict[str, Place] = {}
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """Ids of the models that hold the ranks."""
+        return tuple(self._places)
+
+    @property
+    def holder(self) -> str | None:
+        """Id of the model that holds the ranks, the first of several."""
+        return next(iter(self._places), None)
 
     def resume(self) -> None:
         """Take up the models that an earlier process has left; without it, their clients could send no heartbeats."""
         for model in (*self._store.models(LIVE), *self._store.models(WAITING)):
             self._store.update(ClientSession, model.session_id, heartbeat_s=time.time())
-        if (model := self._store.live_model()) is not None:
+        for model in self._store.models(LIVE):
             self._hold(model)
 
     # ---- models ----
 
-    def begin(self, session_id: str, model_seq_id: int, base_model: str, kind: str, body: bytes) -> str:
+    def begin(
+        self, session_id: str, model_seq_id: int, base_model: str, kind: str, body: bytes, lora_rank: int = 0
+    ) -> str:
         """Let a new model wait for the ranks, and return the id of its first request, which has the seq_id 0."""
         model_id = f"{session_id}:train:{model_seq_id}"
         request = Request(id=f"{model_id}:0", owner=model_id, seq_id=0, kind=kind, body=body)
         if not self._store.accepted(request):
             self._store.session(session_id)
-            for other in (*self._store.models(LIVE), *self._store.models(WAITING)):
-                if other.session_id == session_id:
-                    does = "holds" if other.state == LIVE else "waits for"
-                    raise RequestError(
-                        f"model {other.id} of the same session {does} the ranks, which train one model at a time; close"
-                        " that ServiceClient, and create the next model with another"
-                    )
+            models = (*self._store.models(LIVE), *self._store.models(WAITING))
+            others = [other for other in models if other.session_id == session_id]
+            if len(others) >= self._most:
+                does = "holds" if others[0].state == LIVE else "waits for"
+                raise RequestError(
+                    f"model {others[0].id} of the same session {does} the ranks, which train {self._number} at a time;"
+                    " close that ServiceClient, and create the next model with another"
+                )
             model = Model(
                 id=model_id,
                 session_id=session_id,
                 model_seq_id=model_seq_id,
                 base_model=base_model,
+                lora_rank=lora_rank,
                 state=WAITING,
             )
             self._store.add(model, request)
@@ -88,15 +117,16 @@ class Turns:
         return request.id
 
     def pass_on(self) -> None:
-        """Give the ranks to the model that has waited longest if nobody uses them, and end waits that are too long."""
+        """Give places on the ranks that nobody uses to those who have waited longest, and end waits that are too long."""
         for model in self._store.models(WAITING):
             if (silence := self._silence(model.id)) is not None:
                 self.end(model.id, ENDED, f"its client {silence}")
                 continue
-            gone = None if self.holder is None else self._silence(self.holder)
-            if self.holder is not None and gone is not None:
-                self.end(self.holder, ENDED, f"its client {gone}, and another took the ranks")
-            if self.holder is None:
+            silent = {holder: self._silence(holder) for holder in self._places}
+            gone = next((holder for holder, silence in silent.items() if silence is not None), None)
+            if self._is_full and gone is not None:
+                self.end(gone, ENDED, f"its client {silent[gone]}, and another took the ranks")
+            if not self._is_full:
                 self._store.update(Model, model.id, state=LIVE)
                 self._hold(model)
             elif time.time() - model.created_s > self._limits.turn_s:
@@ -115,14 +145,27 @@ class Turns:
     def wait_reason(self, owner: str) -> str | None:
         """Return who holds the ranks if `owner` is a model that waits for them."""
         model = self._store.find(Model, owner)
-        if model is None or model.state != WAITING or self.holder is None:
+        if model is None or model.state != WAITING or not self._is_full:
             return None
-        session = self._store.get(ClientSession, self._store.get(Model, self.holder).session_id)
+        sessions = {key: self._store.get(Model, key).session_id for key in self._places}
+        ages_s = {
+            key: time.time() - self._store.get(ClientSession, one).heartbeat_s
+            for key, one in sessions.items()
+        }
+        oldest = max(ages_s, key=ages_s.__getitem__)
         return (
-            f"model {self.holder} holds the ranks, which train one model at a time, and its client sent a heartbeat"
-            f" {time.time() - session.heartbeat_s:.0f} s ago; close that ServiceClient, or stop it and wait"
+            f"model {oldest} holds the ranks, which train {self._number} at a time, and its client sent a heartbeat"
+            f" {ages_s[oldest]:.0f} s ago; close that ServiceClient, or stop it and wait"
             f" {self._limits.heartbeat_s:.0f} s"
         )
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._places) >= self._most
+
+    @property
+    def _number(self) -> str:
+        return "one model" if self._most == 1 else f"{self._most} models (serve.max_adapters)"
 
     def end_session(self, session_id: str) -> None:
         """End the models of a session that has ended, and give the ranks to the next one."""
@@ -131,20 +174,24 @@ class Turns:
                 self.end(model.id, ENDED, f"session {session_id} has ended")
         self.pass_on()
 
+    def unload(self, model_id: str) -> None:
+        """End a model that holds the ranks or waits for them, and give its place to the next one."""
+        if self._store.get(Model, model_id).state in (LIVE, WAITING):
+            self.end(model_id, ENDED, "its client has unloaded it")
+            self.pass_on()
+
     def end(self, model_id: str, state: str, reason: str, user: bool = True) -> None:
         """Take the ranks from a model, and fail its requests that are not done."""
         self._store.update(Model, model_id, state=state, reason=reason)
         pending = self._store.all(select(Request).where(Request.owner == model_id, Request.state == QUEUED))
         error = (RequestError if user else HybridEngineError)(self._store.get(Model, model_id).gone)
         self._results.finish({request.id: error for request in pending})
-        if self.holder == model_id:
-            self.holder = None
-            self._arrivals.clear()
+        self._places.pop(model_id, None)
 
     def _hold(self, model: Model) -> None:
         queued = self._store.all(select(Request).where(Request.owner == model.id, Request.state == QUEUED))
-        self.holder, self._next_seq_id = model.id, model.seq_id + 1
-        self._arrivals = dict.fromkeys((request.seq_id for request in queued), time.monotonic())
+        arrivals = dict.fromkeys((request.seq_id for request in queued), time.monotonic())
+        self._places[model.id] = Place(model.seq_id + 1, arrivals)
 
     def _silence(self, model_id: str) -> str | None:
         """Return what the client of a model has done, if that means that it is gone."""
@@ -154,15 +201,20 @@ class Turns:
             return "has closed its session"
         return f"sent no heartbeat for {age_s:.0f} s" if age_s >= self._limits.heartbeat_s else None
 
-    # ---- requests of the holder ----
+    # ---- requests of the holders ----
 
     @property
     def ready(self) -> str | None:
-        """Id of the request that is next, if it is there."""
-        return f"{self.holder}:{self._next_seq_id}" if self._next_seq_id in self._arrivals else None
+        """Id of the request that is next, if it is there: of several models', the one that came first."""
+        found = [
+            (place.arrivals[place.next_seq_id], f"{model_id}:{place.next_seq_id}")
+            for model_id, place in self._places.items()
+            if place.is_ready
+        ]
+        return min(found)[1] if found else None
 
     def check(self, model_id: str, seq_id: int) -> None:
-        """Raise RequestError unless the model holds the ranks and has not carried a later request out."""
+        """Raise RequestError unless the model holds the ranks and has not had a later request carried out."""
         model = self._store.get(Model, model_id)
         if model.state == WAITING:
             raise RequestError(
@@ -171,30 +223,33 @@ class Turns:
         if model.state != LIVE:
             raise RequestError(model.gone)
         self._store.session(model.session_id)
-        if seq_id < self._next_seq_id:
+        following = self._places[model_id].next_seq_id
+        if seq_id < following:
             raise RequestError(
-                f"seq_id={seq_id} of model {model_id} goes backwards: seq_id={self._next_seq_id} is next; number requests"
-                " as the SDK does"
+                f"seq_id={seq_id} of model {model_id} goes backwards: seq_id={following} is next; number requests as the"
+                " SDK does"
             )
 
-    def arrived(self, seq_id: int) -> None:
-        """Note a request of the holder."""
-        self._arrivals[seq_id] = time.monotonic()
+    def arrived(self, model_id: str, seq_id: int) -> None:
+        """Note a request of a model that holds the ranks."""
+        self._places[model_id].arrivals[seq_id] = time.monotonic()
 
     def advance(self, model_id: str, seq_id: int) -> None:
         """Let the request after `seq_id` be next, if the model still holds the ranks."""
-        if self.holder == model_id:
-            del self._arrivals[seq_id]
-            self._next_seq_id = seq_id + 1
-            self._progress_s = time.monotonic()
+        if (place := self._places.get(model_id)) is not None:
+            del place.arrivals[seq_id]
+            place.next_seq_id = seq_id + 1
+            place.progress_s = time.monotonic()
 
     def end_gap(self) -> None:
-        """Stop the holder if its next request has not arrived for too long, while later ones wait."""
-        if self.holder is None or not self._arrivals or self.ready:
-            return
-        if time.monotonic() - max(self._progress_s, min(self._arrivals.values())) > self._limits.gap_s:
-            reason = (
-                f"seq_id={min(self._arrivals)} waited {self._limits.gap_s:.0f} s for seq_id={self._next_seq_id}, which"
-                " did not arrive"
-            )
-            self.end(self.holder, POISONED, reason)
+        """Stop models whose next request has not arrived for too long, while later ones wait."""
+        for model_id, place in [*self._places.items()]:
+            if not place.arrivals or place.is_ready:
+                continue
+            waited_s = time.monotonic() - max(place.progress_s, min(place.arrivals.values()))
+            if waited_s > self._limits.gap_s:
+                reason = (
+                    f"seq_id={min(place.arrivals)} waited {self._limits.gap_s:.0f} s for seq_id={place.next_seq_id},"
+                    " which did not arrive"
+                )
+                self.end(model_id, POISONED, reason)

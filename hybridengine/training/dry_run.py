@@ -10,7 +10,12 @@ from hybridengine.config.run_config import TRAINED
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.formatting import format_bytes
 from hybridengine.planning.budget import Budget, budget_of, pool_models, switched_weights
-from hybridengine.planning.costs.memory import engine_weight_bytes, generation_bytes, model_memory
+from hybridengine.planning.costs.memory import (
+    engine_shape,
+    engine_weight_bytes,
+    generation_bytes,
+    model_memory,
+)
 from hybridengine.planning.simulation.bound_prices import price_lines
 from hybridengine.planning.switch.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.topology.experts import named_expert_groups
@@ -118,7 +123,7 @@ def _engine_lines(config: RunConfig) -> list[str]:
         else "generation waits for the bound alone: no trained token is older than"
         f" max_versions={bound.max_versions} (bound: {bound.bound})"
     )
-    received = format_bytes(generation_bytes(model_shape(config), gen.pp_size, gen, config.model.dtype))
+    received = format_bytes(generation_bytes(engine_shape(config), gen.pp_size, gen, config.model.dtype))
     return [
         f"engines: {len(config.engines)} of {gen} (p_g-t_g) in pool {name}{across}; {purpose}",
         f"push: each of their ranks receives its {received} of weights with each version, in buckets of at most"
@@ -213,5 +218,5 @@ def budgets_of(config: RunConfig, *, on_gpus: bool) -> dict[str, list[Budget]]:
 
 def cost_of(config: RunConfig) -> SwitchCost:
     """Return the cost of switching the actor, computed from its plans."""
-    pricer = SwitchPricer(model_shape(config), config.model.dtype, config.actor.bucket_bytes)
+    pricer = SwitchPricer(engine_shape(config), config.model.dtype, config.actor.bucket_bytes)
     return pricer.price(config.generation_grid, NodeMap(config.cluster.ranks_per_node))

@@ -49,6 +49,8 @@ class Link:
     """Nodes of all ranks."""
     bucket_elements: int
     verify: Verify
+    adapted: bool = True
+    """True if engines have the model's adapters as parameters; False if they load them from files."""
 
     @property
     def num_ranks(self) -> int:
@@ -61,7 +63,8 @@ class Link:
     def layouts(self, shape: ModelShape) -> tuple[Layout, Layout]:
         """Return the layouts of the trainers and of the engines; PlanError if one cannot hold the model."""
         source = megatron_layout(shape, self.train, self.names)
-        return source, engines_layout(shape, self.engine, self.num_engines, self.first_rank(0))
+        first = self.first_rank(0)
+        return source, engines_layout(shape, self.engine, self.num_engines, first, self.adapted)
 
     def plan(self, shape: ModelShape, rank: int) -> Plan:
         """Return the plan of the ranks with which `rank` exchanges weights."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from tinker.types import AdamParams
+from tinker.types import AdamParams, LoraConfig
 
 from hybridengine.errors import RanksLostError, RequestError
 from hybridengine.serving.ranks import (
@@ -48,17 +48,30 @@ class TableRanks:
         self.free.set()
         self.engines: TableEngines | None = None
         """Set before a room gets these ranks."""
+        self._model = ""
+        self._waiting: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        """Tables and gradients of other models, if models have their own (`max_lora_rank`)."""
         self.begin_model()
         self.calls.clear()
 
     def restart(self) -> None:
         self._called("restart")
         self._reset()
+        self._model, self._waiting = "", {}
         if self.engines is not None:
             self.engines.held = None
 
-    def begin_model(self) -> None:
-        self._called("begin_model")
+    def hold(self, model: str, others: Sequence[str]) -> None:
+        self._called(f"hold {model[-1]}")
+        if self._model in others:
+            self._waiting[self._model] = self.table, self.gradient
+        self._waiting = {key: kept for key, kept in self._waiting.items() if key in (model, *others)}
+        self._model = model
+        if model in self._waiting:
+            self.table, self.gradient = self._waiting.pop(model)
+
+    def begin_model(self, lora: LoraConfig | None = None) -> None:
+        self._called("begin_model" if lora is None else f"begin_model rank={lora.rank}")
         self._reset()
 
     def _reset(self) -> None:
@@ -97,7 +110,10 @@ class TableRanks:
         """Return samples of a table of logits."""
         if any(prompt.top_p < 1 for prompt in prompts):
             raise RequestError("top_p is not served by a table")
-        return [self._sampled(prompt, table) for prompt in prompts]
+        return [
+            self._sampled(prompt, self.table_of(Path(prompt.adapter)) if prompt.adapter else table)
+            for prompt in prompts
+        ]
 
     def save(self, folder: Path) -> None:
         self._called("save")

@@ -30,6 +30,7 @@ class Rooms:
         self,
         ranks: Ranks,
         *,
+        places: int = 1,
         kept_steps: int = 0,
         newest: bool = False,
         max_restarts: int = 0,
@@ -41,6 +42,7 @@ class Rooms:
             self.store,
             self.folder,
             Limits(**{"quiet_s": 0.01} | limits),
+            places=places,
             kept_steps=kept_steps,
             newest=newest,
             max_restarts=max_restarts,
@@ -62,17 +64,20 @@ def rooms(tmp_path: Path) -> Iterator[Rooms]:
     rooms.store.close()
 
 
-def begin(room: Room, number: int = 0, session: str | None = None) -> str:
+def begin(room: Room, number: int = 0, session: str | None = None, **lora: Any) -> str:
     """Create a model and return its id."""
-    return answer(room, room.create_model(*creation(room, number, session)))["model_id"]
+    return answer(room, room.create_model(*creation(room, number, session, **lora)))["model_id"]
 
 
 def creation(
-    room: Room, number: int = 0, session: str | None = None
+    room: Room, number: int = 0, session: str | None = None, **lora: Any
 ) -> tuple[types.CreateModelRequest, bytes]:
-    """Return a request for a model, and its body."""
+    """Return a request for a model, with adapters if `lora` has settings of them, and its body."""
     session = session or room.create_session({})
-    message = types.CreateModelRequest(session_id=session, model_seq_id=number, base_model="tiny")
+    config = types.LoraConfig(**lora) if lora else None
+    message = types.CreateModelRequest(
+        session_id=session, model_seq_id=number, base_model="tiny", lora_config=config
+    )
     return message, message.model_dump_json().encode()
 
 

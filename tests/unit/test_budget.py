@@ -49,6 +49,25 @@ def test_shipped_configurations_fit_80_gb(name: str) -> None:
         assert 40 * 10**9 < budget.device_bytes[budget.peak] < 80 * 10**9
 
 
+def test_a_server_has_room_for_the_adapters_of_its_clients() -> None:
+    """On the device those that an engine has loaded, in host memory the models that wait for the next request."""
+
+    def served(*overrides: str) -> RunConfig:
+        shape = ["model.hf_config=llama3-70b", "cluster.ranks_per_node=[8]", "model.dtype=bfloat16"]
+        own = ["actor.parallel=1-8-1", "actor.generate=1-4", *overrides]
+        return load_config(ROOT / "configs/serve.yaml", [*shape, *own], dry_run=True, serves=True)
+
+    full = served("actor.lora.rank=16")
+    few, many = (budgets(served("actor.lora.rank=16", f"serve.max_adapters={n}"))["main"] for n in (1, 5))
+    engine = vllm_layout(model_shape(full), full.generation_grid).shard(0).parameters
+    own = sum(one.num_elements for one in engine if ".lora_" in one.name)
+    trained = megatron_layout(model_shape(full), full.grid("actor"), NameSet.LOCAL).shard(0).parameters
+    changing = sum(one.num_elements for one in trained if ".lora_" in one.name)
+    for phase, num_bytes in few.device_bytes.items():
+        assert many.device_bytes[phase] - num_bytes == 4 * 2 * own
+    assert many.host_bytes - few.host_bytes == 4 * (2 + 4 + 12) * changing
+
+
 def counted(config: RunConfig) -> tuple[dict[str, int], int]:
     """Return the weight bytes of the fullest rank by model, and of the engine, summed over all parameters."""
     train = {}

@@ -92,6 +92,18 @@ def test_a_server_has_engines_if_a_pool_has_them(reference: bool) -> None:
             "names reference, and this server has actor; .*serve.reference=true adds",
         ),
         (
+            ["actor.lora.rank=8", "serve.reference=true"],
+            "serve.reference=true with actor.lora.rank=8 would hold the frozen weights twice",
+        ),
+        (
+            ["actor.lora.rank=8", "actor.lora.path=adapters"],
+            "actor.lora.path=adapters is not read by a server",
+        ),
+        (
+            ["actor.lora.rank=8", "model.hf_config=qwen3-235b-a22b"],
+            r"actor.lora.rank=8 is not supported by a server of a mixture of experts \(qwen3_moe\)",
+        ),
+        (
             ["serve.reference=true", "reference.parallel=1-1-1"],
             "reference.parallel=1-1-1 takes p·t·d = 1·1·1 = 1 ranks",
         ),

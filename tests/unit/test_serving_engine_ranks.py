@@ -20,7 +20,8 @@ FACTS = ModelFacts("tiny", "tiny", vocabulary_size=8, context_tokens=32)
 
 def ranks_of(**methods: Any) -> EngineRanks:
     """Return ranks whose actor has these methods."""
-    config = SimpleNamespace(actor=SimpleNamespace(parallel=SimpleNamespace(dp_size=1)), engines=())
+    actor = SimpleNamespace(parallel=SimpleNamespace(dp_size=1), lora=SimpleNamespace(adapters=None))
+    config = SimpleNamespace(actor=actor, engines=())
     groups: Any = SimpleNamespace(config=config, actor=SimpleNamespace(**methods))
     return EngineRanks(groups, FACTS)
 
@@ -32,7 +33,7 @@ def ranks_of(**methods: Any) -> EngineRanks:
 def test_a_call_tells_a_lost_rank_from_an_error_that_it_may_have_caused(
     failure: RankFailure, unforeseen: bool
 ) -> None:
-    def begin_model() -> None:
+    def begin_model(*_: object) -> None:
         raise rank_failed(failure, [])
 
     with pytest.raises(RanksLostError) as caught:
@@ -52,7 +53,9 @@ class Weights(dict[str, torch.Tensor]):
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_weights_that_are_not_finite_are_not_saved(method: str, value: float, tmp_path: Path) -> None:
     weights = Weights(first=torch.zeros(2), second=torch.tensor([0.0, value, 1.0]))
-    worker: Any = SimpleNamespace(trainer=SimpleNamespace(weights=weights))
+    worker: Any = SimpleNamespace(
+        trainer=SimpleNamespace(weights=weights), trained_names=lambda: weights.names
+    )
     found = [None, ClientActor.unsound_weight(worker)]
     ranks = ranks_of(unsound_weight=lambda: SimpleNamespace(get=lambda: found))
     with pytest.raises(RequestError, match="the weight second has values that are not finite"):

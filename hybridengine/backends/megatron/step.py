@@ -40,7 +40,8 @@ class PipelineRunner:
         self._modules, self._chunks = list(modules), dict(zip(modules, chunks, strict=True))
         self._config = get_model_config(chunks[0])
         self._config.finalize_model_grads_func = self._note_tokens
-        self._num_tokens: Tensor | None = None
+        self.num_tokens: Tensor | None = None
+        """Tokens of all passes whose gradients are not finished; None without any."""
         tp_size = groups.tp.size() if self._config.sequence_parallel else 1
         multiple = get_fp8_align_size(self._config.fp8_recipe) if self._config.fp8 else 1
         self._packing = Packing(groups.cp, tp_size, groups.tp.rank() % tp_size, multiple)
@@ -97,24 +98,24 @@ class PipelineRunner:
     @property
     def has_gradients(self) -> bool:
         """True if passes have left gradients that are not finished."""
-        return self._num_tokens is not None
+        return self.num_tokens is not None
 
     def finish_gradients(self, summed: bool = False) -> None:
         """Reduce the gradients of all passes over replicas and stages; unless `summed`, divide them by the tokens."""
         with device_shim():
             compat.start_reductions(self._modules)
             finalize_model_grads(
-                self._modules, None if summed else self._num_tokens, pg_collection=self.groups
+                self._modules, None if summed else self.num_tokens, pg_collection=self.groups
             )
-        self._num_tokens = None
+        self.num_tokens = None
 
     def drop_gradients(self) -> None:
         """Forget the gradients of all passes that are not finished."""
-        self._num_tokens = None
+        self.num_tokens = None
 
     def _note_tokens(self, model: object, num_tokens: Tensor, **_: object) -> None:
         """Count tokens in place of Megatron's hook that finishes gradients after each pass."""
-        self._num_tokens = num_tokens if self._num_tokens is None else self._num_tokens + num_tokens
+        self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
 
     def _set_training(self, mode: bool) -> None:
         for module in self._modules:

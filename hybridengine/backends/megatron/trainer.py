@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,6 +100,16 @@ class MegatronModel:
         """Return the results of `forward` for the model without its adapters."""
         with adapters_off(self._chunks):
             return self.forward(batches, output)
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """What training has changed on a rank, in host memory."""
+
+    tensors: Sequence[Tensor]
+    counters: Mapping[str, int]
+    num_tokens: Tensor | None
+    """Tokens of the pending gradients; None without any."""
 
 
 class MegatronTrainer(MegatronModel):
@@ -220,6 +230,28 @@ class MegatronTrainer(MegatronModel):
         self._schedule.num_steps = 0
         self._schedule.step(increment=counters["schedule_steps"])
         self.version = counters["version"]
+
+    def keep_state(self) -> KeptState:
+        """Return copies in host memory of all that training changes, such as the adapters of one of several clients."""
+        tensors = [tensor.detach().to("cpu", copy=True) for tensor in self._changing()]
+        return KeptState(tensors, self.counters(), self._runner.num_tokens)
+
+    def restore_state(self, kept: KeptState) -> None:
+        """Put back what `keep_state` has returned, bit by bit, pending gradients included."""
+        self._runner.num_tokens = kept.num_tokens
+        if self._runner.has_gradients:
+            self.enter_training()
+        with torch.no_grad():
+            for tensor, copy in zip(self._changing(), kept.tensors, strict=True):
+                tensor.copy_(copy)
+        self.set_counters(kept.counters)
+
+    def _changing(self) -> Iterator[Tensor]:
+        """Yield trained weights, optimizer state and pending gradients."""
+        yield from (parameter for parameter in self._parameters().values() if parameter.requires_grad)
+        for part in self.optimizer_parts().values():
+            yield from (part.master, *part.moments.values())
+        yield from self._gradients if self._runner.has_gradients else ()
 
     def forward_backward(self, batches: Sequence[MicroBatch], loss: LossFunction) -> list[Any]:
         """Add the gradients of some micro-batches to the pending ones (`Policy`)."""

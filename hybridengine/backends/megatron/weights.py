@@ -18,7 +18,8 @@ from hybridengine.backends.megatron.trainer import MegatronModel
 from hybridengine.checkpoints.hf_files import HfWriter, SafetensorsFolder, type_of
 from hybridengine.checkpoints.peft_files import PeftFolder, PeftWriter
 from hybridengine.errors import CheckpointError
-from hybridengine.families.adapters import is_of_adapter
+from hybridengine.families.adapters import FACTORS, is_of_adapter
+from hybridengine.families.sizes import AdapterSizes
 from hybridengine.files import writing
 from hybridengine.models.shapes import SCORE_HEAD
 from hybridengine.reshard.boxes import extents
@@ -65,8 +66,13 @@ def fingerprint_of(folder: str | Path) -> str:
     return SafetensorsFolder(folder).fingerprint()
 
 
-def start_adapters(model: MegatronModel, seed: int, folder: str | Path | None = None) -> None:
+def start_adapters(
+    model: MegatronModel, seed: int, folder: str | Path | None = None, part: AdapterSizes | None = None
+) -> None:
     """Fill a rank's adapters, if any, from a PEFT folder or as PEFT does: A at random, equal at all parallel sizes, B 0.
+
+    With `part`, further rows of A are 0, and all of A in other modules. So is their gradient, and that of their part of B
+    is 0 as well: training never changes them.
 
     Raises CheckpointError for the adapters of another model.
     """
@@ -77,6 +83,10 @@ def start_adapters(model: MegatronModel, seed: int, folder: str | Path | None = 
         for piece in parameter.pieces if is_of_adapter(parameter.name) else ():
             target = model.weights[parameter.name][piece.index]
             target.copy_(saved.read(piece.tensor, piece.box) if saved else _initial(model, seed, piece))
+        layer, _, factor = parameter.name.rpartition(".")
+        if part is not None and factor == FACTORS[0]:
+            num_rows = part.rank if layer.rpartition(".")[2] in part.modules else 0
+            model.weights[parameter.name][num_rows:] = 0
 
 
 def _initial(model: MegatronModel, seed: int, piece: Piece) -> Tensor:

@@ -1,24 +1,27 @@
-"""vLLM's own LoRA with one adapter, whose factors a switch fills: its slots are parameters like any others."""
+"""vLLM's own LoRA: an adapter that a switch fills, its slots parameters like any others, or several from files."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybridengine.errors import DataError
 from hybridengine.families.adapters import is_of_adapter
 from hybridengine.families.sizes import AdapterSizes
+from hybridengine.models.checkpoint_files import ADAPTER_FILE
 from hybridengine.reshard.layout import Layout
 
 ID = 1
 """vLLM's number of the adapter."""
 
 
-def lora_options(adapters: AdapterSizes, layout: Layout) -> dict[str, Any]:
-    """Return vLLM's options for the adapters of a layout: a single one, in the layers that are adapted.
+def lora_options(adapters: AdapterSizes, layout: Layout, num_loaded: int = 0) -> dict[str, Any]:
+    """Return vLLM's options for adapters of the layers that are adapted in a layout: one, or several that it loads.
 
     The scale (`scaled`) is part of compiled layers, so that it must be part of the key by which vLLM keeps those on disk.
     """
@@ -26,10 +29,10 @@ def lora_options(adapters: AdapterSizes, layout: Layout) -> dict[str, Any]:
     modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in names if is_of_adapter(name)}
     return {
         "enable_lora": True,
-        "max_loras": 1,
+        "max_loras": num_loaded or 1,
         "max_lora_rank": adapters.rank,
         "lora_target_modules": sorted(modules),
-        "additional_config": {"lora_scale": adapters.scale},
+        "additional_config": {"lora_scale": 1.0 if num_loaded else adapters.scale},
     }
 
 
@@ -83,6 +86,45 @@ def _scaled(add: Any, factor: float) -> Any:
         return add(y, x, a, b, scale * factor, *rest, **more)
 
     return add_lora_linear
+
+
+class LoadedAdapters:
+    """Adapters that vLLM loads from PEFT folders when requests name them, those used last instead of the oldest."""
+
+    def __init__(self, runner: Any, on_gpu: bool) -> None:
+        self._ids: dict[str, int] = {}
+        for wrapper in runner.lora_manager._adapter_manager.punica_wrapper_mapping.values():
+            if not on_gpu:
+                wrapper.add_shrink = _without_bare_rows(wrapper)
+
+    def request(self, folder: str) -> Any:
+        """Return vLLM's request for the adapters of a folder, whose name also keeps cached prefixes apart; None for none.
+
+        Raises DataError if the folder is not there: vLLM would fail in the middle of a step.
+        """
+        from vllm.lora.request import LoRARequest
+
+        if not folder:
+            return None
+        if not (Path(folder) / ADAPTER_FILE).is_file():
+            raise DataError(f"{folder} has no {ADAPTER_FILE}; give a folder of adapters that have been saved")
+        number = self._ids.setdefault(folder, len(self._ids) + 1)
+        return LoRARequest(lora_name=folder, lora_int_id=number, lora_path=folder)
+
+
+def _without_bare_rows(wrapper: Any) -> Any:
+    """Return the product with A for a CPU, where vLLM multiplies rows without an adapter by that of the last slot."""
+    shrink = wrapper.add_shrink
+
+    def add_shrink(
+        y: tuple[Tensor, ...] | Tensor, x: Tensor, a: tuple[Tensor, ...], scale: float, **more: Any
+    ) -> None:
+        shrink(y, x, a, scale, **more)
+        bare = wrapper.token_lora_indices < 0
+        for part in y:
+            part.view(-1, part.size(-1))[bare] = 0
+
+    return add_shrink
 
 
 def slots(model: Any) -> dict[str, Tensor]:

@@ -52,6 +52,8 @@ class EngineSettings:
     """Keep the experts that compute each token, and tell them with the responses."""
     tokenizer: str | None = None
     """Tokenizer folder, required for stop strings; None for an engine that only handles tokens."""
+    num_loaded_adapters: int = 0
+    """Number of adapters that the engine loads from files and has at once; 0 if a switch fills those of the model."""
 
     @classmethod
     def of(cls, run: RunConfig, tokenizer: str | None = None) -> EngineSettings:
@@ -66,6 +68,7 @@ class EngineSettings:
             quantization=run.rollout.quantization,
             keep_routes=run.rollout.routing_replay,
             tokenizer=tokenizer,
+            num_loaded_adapters=run.num_loaded_adapters,
         )
 
 

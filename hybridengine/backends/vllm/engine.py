@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from hybridengine.backends.engine import Request, Response
-from hybridengine.backends.vllm.adapters import activate, base_name, lora_options, scaled, slots
+from hybridengine.backends.vllm.adapters import (
+    LoadedAdapters,
+    activate,
+    base_name,
+    lora_options,
+    scaled,
+    slots,
+)
 from hybridengine.backends.vllm.construction import (
     EngineSettings,
     build_llm,
@@ -56,7 +63,8 @@ class VllmEngine:
         settings: EngineSettings,
         identity: str,
     ) -> None:
-        self.layout: Layout = vllm_layout(shape, generation)
+        num_loaded = settings.num_loaded_adapters
+        self.layout: Layout = vllm_layout(shape, generation, not num_loaded)
         on_gpu = torch.cuda.is_available()
         if settings.cuda_graphs is None:
             settings = replace(settings, cuda_graphs=on_gpu)
@@ -67,16 +75,18 @@ class VllmEngine:
         with process_state_kept():
             install_groups(generation, identity)
             adapters = None if shape.merges_adapters else shape.adapters
-            options = lora_options(adapters, self.layout) if adapters else {}
+            whole = vllm_layout(shape, generation)
+            options = lora_options(adapters, whole, num_loaded) if adapters else {}
             with contextlib.ExitStack() as stack:
                 caches = stack.enter_context(routes_cached(shape)) if settings.keep_routes else []
-                if adapters:
+                if adapters and not num_loaded:  # vLLM scales those that it loads
                     stack.enter_context(scaled(adapters))
                 self._llm = build_llm(folder, generation, settings, stages, on_gpu, options)
         self._engine = self._llm.llm_engine
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         prepare_pipeline(self._runner, generation)
-        adapter = activate(self._runner, adapters) if adapters else None
+        self._loaded = LoadedAdapters(self._runner, on_gpu) if num_loaded else None
+        adapter = activate(self._runner, adapters) if adapters and not num_loaded else None
         self.weights = self._make_weights(on_gpu and bool(settings.cuda_graphs), on_gpu)
         if settings.quantization != "none":
             self.weights = QuantizedWeights(self.weights, self._runner.model_config.dtype)
@@ -84,7 +94,7 @@ class VllmEngine:
         """Version of the weights that produce the next tokens."""
         self._caches = _cache_storages([*self._runner.kv_caches, *(cache.experts_SLK for cache in caches)])
         routes = RequestRoutes(self._engine, caches[0]) if caches else None
-        self._requests = RunningRequests(self._engine, self._runner, routes, adapter)
+        self._requests = RunningRequests(self._engine, self._runner, routes, adapter, self._loaded)
         self._settings, self._vocab_size = settings, shape.vocab_size
         self._is_ready = True
 
@@ -93,17 +103,22 @@ class VllmEngine:
         if on_gpu and not sleeps:
             view_absorbed(model)
             return WeightStorage(self._parameters(), current=self._parameters)
-        whole = {**own_parameters(model), **slots(model)}
+        whole = {**own_parameters(model), **self._slots()}
         segments = CuMemSegments(whole.values()) if on_gpu else HostSegments(whole)
         view_absorbed(model)
         if not on_gpu:
             rotate_all_heads(model)
-        return SleepingWeights(self._parameters(), model.buffers(), segments, self._parameters)
+        kept = [*model.buffers(), *(slots(model).values() if self._loaded else ())]
+        return SleepingWeights(self._parameters(), kept, segments, self._parameters)
+
+    def _slots(self) -> dict[str, Tensor]:
+        """Return the memory of adapters that a switch fills; that of loaded ones stays."""
+        return {} if self._loaded else slots(self._runner.model)
 
     def _parameters(self) -> dict[str, Tensor]:
         """Return the model's parameters by their names in the layout: those of experts one by one."""
         model = self._runner.model
-        found: dict[str, Tensor] = {name: slot[0, 0] for name, slot in slots(model).items()}
+        found: dict[str, Tensor] = {name: slot[0, 0] for name, slot in self._slots().items()}
         for name, parameter in own_parameters(model).items():
             if parameter.dim() < 3:
                 found[base_name(name)] = parameter
@@ -182,6 +197,11 @@ class VllmEngine:
 
     def _check(self, request: Request, taken: set[str]) -> None:
         sampling, name = request.sampling, request.request_id
+        if sampling.adapter and self._loaded is None:
+            raise DataError(
+                f"request {name!r} has adapter={sampling.adapter!r}, and the engine loads none; leave it out, or build"
+                " the engine with num_loaded_adapters"
+            )
         if name in taken:
             raise DataError(f"the engine has a request {name!r} already; give each an id of its own")
         longest = self._settings.max_model_tokens - sampling.max_tokens

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hybridengine.backends.engine import Request, Response, SamplingSettings
+from hybridengine.backends.vllm.adapters import LoadedAdapters
 from hybridengine.backends.vllm.routes import RequestRoutes
 
 
@@ -26,12 +27,18 @@ class RunningRequests:
 
     Args:
         adapter: vLLM's request for the adapter of all requests, if there is one.
+        loaded: adapters that requests name, if the engine loads them from files.
     """
 
     def __init__(
-        self, engine: Any, runner: Any, routes: RequestRoutes | None = None, adapter: Any = None
+        self,
+        engine: Any,
+        runner: Any,
+        routes: RequestRoutes | None = None,
+        adapter: Any = None,
+        loaded: LoadedAdapters | None = None,
     ) -> None:
-        self._engine, self._routes, self._adapter = engine, routes, adapter
+        self._engine, self._routes, self._adapter, self._loaded = engine, routes, adapter, loaded
         self._states: dict[str, Any] | None = getattr(runner, "requests", None)
         """States with a generator, by request, of the first runner."""
         self._running: dict[str, tuple[Request, Response]] = {}
@@ -75,9 +82,8 @@ class RunningRequests:
                     "prompt_token_ids": list(request.prompt_token_ids),
                     "cache_salt": f"version {version}",
                 }
-                name = self._engine.add_request(
-                    request.request_id, prompt, params, lora_request=self._adapter
-                )
+                adapter = self._loaded.request(request.sampling.adapter) if self._loaded else self._adapter
+                name = self._engine.add_request(request.request_id, prompt, params, lora_request=adapter)
                 self._running[name] = request, Response(request.request_id)
                 if self._routes:
                     self._routes.begin(name, request.num_routed)

@@ -290,11 +290,17 @@ def model_memory(
     )
 
 
+def engine_shape(config: RunConfig) -> ModelShape:
+    """Return the shape of what engines get from the actor: without adapters, if they load these from files."""
+    shape = model_shape(config)
+    return shape.with_adapters(None) if config.num_loaded_adapters else shape
+
+
 def engine_weight_bytes(config: RunConfig) -> int:
     """Return the bytes of weights on the fullest rank of an engine on a pool of its own."""
     gen = config.generation.parallel
     return generation_bytes(
-        model_shape(config), gen.pp_size, gen, config.model.dtype, config.rollout.quantization
+        engine_shape(config), gen.pp_size, gen, config.model.dtype, config.rollout.quantization
     )
 
 
