@@ -43,7 +43,7 @@ def rehearsal_lines(ranks: Sequence[RankRehearsal], planned: Mapping[str, int], 
         LEFT_OUT + note,
         "",
         "not rehearsed",
-        f"  other versions than megatron-core {package_versions()['megatron-core']}: rehearse in an environment that has the run's",
+        f"  versions other than megatron-core {package_versions()['megatron-core']}: rehearse with the run's",
         *(f"  {one}" for one in NOT_REHEARSED),
     ]
 
