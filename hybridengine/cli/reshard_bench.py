@@ -60,13 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f" {format_bytes(DEFAULT_MODEL.weight_bytes('float32'))} in float32)",
     )  # fmt: skip
     option("--dtype", choices=DTYPES, default=DTYPES[0], help=f"of the weights (default {DTYPES[0]})")
-    option(
-        "--methods",
-        nargs="+",
-        choices=names,
-        metavar="NAME",
-        help="methods (default all that know the model)",
-    )
+    option("--methods", nargs="+", choices=names, metavar="NAME", help="methods (default all)")
     option("--repetitions", type=many, default=7, metavar="N", help="counted ones")
     option("--bucket-bytes", type=byte_size, default="16MiB", metavar="BYTES", help="that move together")
     option("--nodes", type=many, default=1, metavar="N", help="nodes with equally many ranks")

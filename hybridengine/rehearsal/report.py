@@ -31,6 +31,8 @@ def rehearsal_lines(ranks: Sequence[RankRehearsal], planned: Mapping[str, int], 
     rows = [["planner", "fullest rehearsed rank", "planned", "difference", ""]]
     for name, (counted, planned_bytes, share) in _compared(ranks, planned).items():
         mark = f"more than {MOST_DIFFERENCE:.0%}" if abs(share) > MOST_DIFFERENCE else ""
+        if mark and share < 0 and len(ranks) == 1:
+            mark += ", or another rank is fuller"
         rows.append([name, format_bytes(counted), format_bytes(planned_bytes), f"{share:+.1%}", mark])
     note = (
         ""
