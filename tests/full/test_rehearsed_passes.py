@@ -18,11 +18,13 @@ from hybridengine.backends.megatron.groups import initialize_globals
 from hybridengine.backends.megatron.trainer import MegatronTrainer
 from hybridengine.backends.vllm.environment import rank_environment
 from hybridengine.config.role_sections import MegatronSettings
+from hybridengine.families.sizes import ExpertSizes
 from hybridengine.models.shapes import ModelShape
 from hybridengine.planning.costs.activations import activation_bytes
 from hybridengine.planning.costs.lengths import MicroBatches
 from hybridengine.rehearsal.counting import StorageCounter
 from hybridengine.rehearsal.fused_layers import fused_layers
+from hybridengine.rehearsal.routing import even_routes
 from hybridengine.rehearsal.shapes_only import ShapesOnly
 from hybridengine.rehearsal.world import rehearsed_world
 from hybridengine.topology.grid import Grid
@@ -37,7 +39,9 @@ SHAPES = {
     "qwen3": replace(LLAMA, family="qwen3"),
     "glm4": replace(LLAMA, family="glm4", rotary_dim=16, qkv_bias=False),
     "critic": LLAMA.with_score_head(),
+    "mixture": replace(LLAMA, family="qwen3_moe", experts=ExpertSizes(16, 4, 96)),
 }
+MIXTURES = ("1-1-8 e=8", "1-2-4 e=4 etp=1", "1-2-4 e=2", "2-2-2 e=4 etp=1", "1-2-2 c=2 e=8 etp=1")
 SIZES = ("1-1-8", "1-2-4", "1-4-2", "2-2-2", "1-2-2 c=2", "2-2-2 v=2")
 CASES = [
     (shape, sizes, parallel, recompute)
@@ -47,6 +51,7 @@ CASES = [
         ("qwen3", "1-2-4"),
         ("glm4", "1-2-4"),
         ("critic", "1-2-4"),
+        *(("mixture", sizes) for sizes in MIXTURES),
     ]
     for parallel in ((True, False) if shape == "llama" and sizes != "1-1-8" else (True,))
     for recompute in ("none", "selective", "full")
@@ -73,6 +78,7 @@ def counted(rank: int) -> dict[tuple[str, str, bool, str], int]:
         stack.enter_context(rehearsed_world(rank, NUM_RANKS, NUM_RANKS, lambda *_: None))
         stack.enter_context(storages.resizes_counted())
         stack.enter_context(fused_layers())
+        stack.enter_context(even_routes())
         stack.enter_context(ShapesOnly([storages.observe]).active())
         initialize_globals(1)
         return {
