@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import platform
 import sys
@@ -103,6 +104,18 @@ class Device:
     """Bytes of memory of its node."""
     capability: tuple[int, ...] = ()
     """Compute capability of a GPU, (major, minor); empty if it is not known."""
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Suspend the garbage collector, which doubles the time of planning: plans are many small objects without cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from hybridengine.cli.options import add_json_option, byte_size
 from hybridengine.cli.outputs import check_outputs, emit, show_status
 from hybridengine.errors import ConfigError, TopologyError
 from hybridengine.families.registry import FAMILIES
+from hybridengine.machine import without_garbage_collection
 from hybridengine.models.presets import PRESETS, resolve_model
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.costs.clusters import Cluster, load_cluster
@@ -17,7 +18,6 @@ from hybridengine.planning.costs.memory import generation_holding
 from hybridengine.planning.search.layouts import check_generates, check_layouts, generation_sizes
 from hybridengine.planning.switch.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.planning.switch.switch_tables import diff_lines, plan_lines, sweep_lines
-from hybridengine.reshard.compiler import without_garbage_collection
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.links import LinkClass

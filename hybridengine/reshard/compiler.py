@@ -5,10 +5,8 @@ The layouts determine the order of everything, so that all ranks compile the sam
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,6 +14,7 @@ import numpy as np
 
 from hybridengine.errors import PlanError
 from hybridengine.families.family import is_float32
+from hybridengine.machine import without_garbage_collection
 from hybridengine.reshard.alike import FusedGroup, fused_groups
 from hybridengine.reshard.boxes import cover
 from hybridengine.reshard.gather import Gather
@@ -103,18 +102,6 @@ def inverse_local(plan: Plan) -> Plan:
             for bucket in reversed(plan.buckets)
         )
         return Plan(plan.destination, plan.source, plan.ranks, buckets)
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Suspend the garbage collector, which doubles the time of planning: plans are many small objects without cycles."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What a server does not do for a client: other models, ranks of adapters and settings of the optimizer than it has."""
+"""Checks of a client's wishes: the model, the rank of its adapters, and the settings of its optimizer."""
 
 from __future__ import annotations
 

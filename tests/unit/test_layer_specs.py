@@ -27,7 +27,7 @@ def local_spec(**_: Any) -> Any:
 
 
 def test_windows_and_norms_follow_the_number_of_a_layer_in_the_model() -> None:
-    """Of Gemma 3's layers, number 5 attends to all positions, whatever the stage that it is in."""
+    """Layer 5 of Gemma 3 attends to all positions, in whichever stage it is."""
     config = SimpleNamespace(window_size=None, window_attn_skip_freq=[1, 0])
     with mock.patch.object(compat, "get_gpt_layer_with_transformer_engine_spec", local_spec):
         stage: Any = compat.stage_spec(

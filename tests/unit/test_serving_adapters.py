@@ -92,6 +92,15 @@ def drawn_token(room: Room, key: str, number: int = 0) -> bytes:
     return answer(room, room.submit(key, number, "sample", prompt()))["bytes"]
 
 
+def two_models(room: Room) -> tuple[Steps, Steps]:
+    """Return two models that have learned for a step, tokens 3 and 5."""
+    first, second = Steps(room, 3), Steps(room, 5)
+    for one in (first, second):
+        one.forward_backward()
+        one.optim_step()
+    return first, second
+
+
 def test_models_with_gradients_at_a_time_have_each_its_own_step(rooms: Rooms) -> None:
     ranks = adapter_ranks()
     room = rooms.start(ranks, places=2)
@@ -114,10 +123,7 @@ def test_models_with_gradients_at_a_time_have_each_its_own_step(rooms: Rooms) ->
 def test_samples_of_several_models_and_of_the_base_are_one_call(rooms: Rooms) -> None:
     ranks = adapter_ranks()
     room = rooms.start(ranks, places=2, quiet_s=0.2)
-    first, second = Steps(room, 3), Steps(room, 5)
-    for one in (first, second):
-        one.forward_backward()
-        one.optim_step()
+    first, second = two_models(room)
     keys = [first.sampler(0), second.sampler(0), from_checkpoint(room, first.path("one"))]
     ranks.calls.clear()
     waiting = [room.submit(key, 0, "sample", prompt()) for key in keys]
@@ -175,10 +181,7 @@ def test_all_models_are_restored_on_new_ranks(rooms: Rooms, loses: bool) -> None
     """One from its checkpoint, the other from the base, each with what was done since."""
     ranks = adapter_ranks()
     room = rooms.start(ranks, places=2, max_restarts=1)
-    first, second = Steps(room, 3), Steps(room, 5)
-    for one in (first, second):
-        one.forward_backward()
-        one.optim_step()
+    first, second = two_models(room)
     first.call("save_weights", save(first.model))
     first.forward_backward()
     if loses:
@@ -302,10 +305,7 @@ def test_calls_over_http_know_ranks_unload_models_and_sample_with_adapters(tmp_p
 
 def test_what_restarts_need_of_each_model_survives_the_removal_of_old_results(rooms: Rooms) -> None:
     room = rooms.start(adapter_ranks(), places=2)
-    first, second = Steps(room, 3), Steps(room, 5)
-    for one in (first, second):
-        one.forward_backward()
-        one.optim_step()
+    first, second = two_models(room)
     state = first.call("save_weights", save(first.model, path="one"))["path"]
     folder = room.checkpoint(state).folder
     room.delete_checkpoint(state)

@@ -137,7 +137,7 @@ def new_driver(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Driver]:
 
 
 def test_a_segment_takes_what_torch_keeps_in_its_cache(new_driver: Callable[..., Driver]) -> None:
-    """Of 16 MiB, weights have 12; training then leaves its 10 in torch's cache, which the allocator cannot take."""
+    """The device has 16 MiB. Once the weights, 12 MiB, are released, training leaves 10 MiB in torch's cache."""
     memory = torch.empty(16 * MIB, dtype=torch.uint8)
     tensors = {"a": memory[: 6 * MIB], "b": memory[6 * MIB : 12 * MIB]}
     driver = new_driver(*tensors.values())

@@ -104,7 +104,7 @@ class MegatronModel:
 
 @dataclass(frozen=True)
 class KeptState:
-    """What training has changed on a rank, in host memory."""
+    """A copy in host memory of everything on a rank that training changes."""
 
     tensors: Sequence[Tensor]
     counters: Mapping[str, int]

@@ -75,8 +75,8 @@ class VllmEngine:
         with process_state_kept():
             install_groups(generation, identity)
             adapters = None if shape.merges_adapters else shape.adapters
-            whole = vllm_layout(shape, generation)
-            options = lora_options(adapters, whole, num_loaded) if adapters else {}
+            adapted = vllm_layout(shape, generation) if num_loaded else self.layout
+            options = lora_options(adapters, adapted, num_loaded) if adapters else {}
             with contextlib.ExitStack() as stack:
                 caches = stack.enter_context(routes_cached(shape)) if settings.keep_routes else []
                 if adapters and not num_loaded:  # vLLM scales those that it loads

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -25,7 +24,7 @@ from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.errors import TransferError
 from hybridengine.formatting import format_bytes, format_seconds
-from hybridengine.machine import wait_for_device
+from hybridengine.machine import wait_for_device, without_garbage_collection
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.layout import Layout
 from hybridengine.reshard.vllm import vllm_layout
@@ -152,12 +151,9 @@ class SwitchBenchWorker:
 def timed(call: Callable[[], Result]) -> tuple[float, Result]:
     """Return the seconds of `call` on this rank from a common start, without garbage collection, and its result."""
     dist.barrier()
-    gc.disable()
-    try:
+    with without_garbage_collection():
         wait_for_device()
         started = time.perf_counter()
         result = call()
         wait_for_device()
         return time.perf_counter() - started, result
-    finally:
-        gc.enable()

@@ -31,7 +31,7 @@ class PlannedModel:
     ppo_epochs: int = 1
     mini_batches: int = 1
     offload: str = "none"
-    """What is in host memory while it is not needed: `none`, `optimizer` (its state) or `weights`."""
+    """Kept in host memory until it is needed: `none`, `optimizer` for the optimizer's state, or `weights`."""
     settings: MegatronSettings = MegatronSettings()
 
 

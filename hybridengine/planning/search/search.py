@@ -26,12 +26,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hybridengine.machine import without_garbage_collection
 from hybridengine.planning.costs.passes import compute_of
 from hybridengine.planning.search.bounds import least_seconds
 from hybridengine.planning.search.options import Option, Options, undominated
 from hybridengine.planning.search.placements import Placement, allocations, placements, pool_sizes
 from hybridengine.planning.search.plan import Plan, Schedule
-from hybridengine.reshard.compiler import without_garbage_collection
 
 MAX_ALLOCATIONS = 400_000
 """Largest number of allocations per placement; above it, pools get only round sizes, and the search is not exact."""

@@ -29,11 +29,12 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from hybridengine.errors import PlanError
+from hybridengine.machine import without_garbage_collection
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.costs.clusters import Cluster, Link
 from hybridengine.reshard.audit import audit, audit_return
 from hybridengine.reshard.boxes import moved, starts
-from hybridengine.reshard.compiler import compile_plan, inverse_local, without_garbage_collection
+from hybridengine.reshard.compiler import compile_plan, inverse_local
 from hybridengine.reshard.cost import (
     COPIED,
     GATHERED,

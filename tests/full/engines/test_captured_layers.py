@@ -1,4 +1,4 @@
-"""What vLLM's layers are when an engine compiles them and captures CUDA graphs, which is while it is built."""
+"""The state of vLLM's layers at the moment when an engine compiles them and captures CUDA graphs."""
 
 from __future__ import annotations
 
