@@ -134,17 +134,19 @@ def _ownership(plan: Plan) -> tuple[BucketOf, BucketOf, list[str]]:
             (plan.destination, bucket.destinations, filled, "fills"),
             (plan.source, bucket.sources, given_up, "gives up"),
         ):
-            for rank, name in ((rank, name) for rank, names in named.items() for name in names):
-                parameter = _parameter(layout, rank, name) if rank in ranks else None
-                faults = []
-                if parameter is None:
-                    faults.append("which the domain does not have")
-                elif any(piece.tensor not in tensors for piece in parameter.pieces):
-                    faults.append("which holds tensors of other buckets")
-                if (rank, name) in found:
-                    faults.append(f"and so does bucket {found[rank, name]}")
-                found[rank, name] = index
-                problems += [f"bucket {index} {verb} {_at(rank, name)}, {fault}" for fault in faults]
+            for rank, names in named.items():
+                held = layout.held(rank).by_name if rank in ranks else {}
+                for name in names:
+                    parameter = held.get(name)
+                    faults = []
+                    if parameter is None:
+                        faults.append("which the domain does not have")
+                    elif not tensors.issuperset(parameter.tensors):
+                        faults.append("which holds tensors of other buckets")
+                    if (rank, name) in found:
+                        faults.append(f"and so does bucket {found[rank, name]}")
+                    found[rank, name] = index
+                    problems += [f"bucket {index} {verb} {_at(rank, name)}, {fault}" for fault in faults]
     return filled, given_up, problems
 
 

@@ -71,6 +71,11 @@ class LocalParameter:
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
+    @cached_property
+    def tensors(self) -> frozenset[str]:
+        """Logical tensors of all pieces."""
+        return frozenset([piece.tensor for piece in self.pieces])
+
     @property
     def has_padding(self) -> bool:
         return sum(num_elements(piece.box) for piece in self.pieces) < self.num_elements

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from msgspec import msgpack
+
 from hybridengine.reshard.boxes import Box, extents, num_elements
 from hybridengine.reshard.layout import Layout
 
@@ -138,7 +140,7 @@ class Plan:
             content = (
                 bucket.tensors, bucket.moves, bucket.packs, bucket.sources, bucket.destinations, bucket.overlaps,
             )  # fmt: skip
-            text.update(repr(content).encode())
+            text.update(msgpack.encode(content))
         return text.hexdigest()
 
     def __hash__(self) -> int:

@@ -26,7 +26,7 @@ HEAVY = ("torch", "ray", "megatron", "vllm", "transformers", "tensordict")
 
 def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=280
     )
 
 
