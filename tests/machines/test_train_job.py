@@ -15,8 +15,12 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def test_two_hosts_give_the_numbers_of_one_machine_bit_by_bit(tmp_path: Path, warm_ray: dict[str, str]):
-    """Stages of the actor are on different hosts: activations, weights of a switch and rows cross the network."""
-    with joined_hosts(["first", "second"], shared=[tmp_path, warm_folder(warm_ray)]) as network:
+    """Stages of the actor are on different hosts: activations, weights of a switch and rows cross the network.
+
+    The hosts' names resolve to nothing here; test_two_hosts.py has hosts whose names resolve to loopback.
+    """
+    shared = [tmp_path, warm_folder(warm_ray)]
+    with joined_hosts(["first", "second"], shared=shared, own_name="unknown") as network:
         cluster = RayCluster(network.hosts, warm_ray)
         over_two = train(tmp_path / "two", "cluster.ranks_per_node=[2,2]", cluster=cluster)
         crossed = network.sent_bytes()
