@@ -100,7 +100,7 @@ class _Adapter:
             sharded = factors.pop(0 if self._is_row_parallel else 1)
             set_tensor_model_parallel_attributes(sharded, True, 1 if self._is_row_parallel else 0, 1)
         for whole in factors:
-            whole.sequence_parallel = self._sequence_parallel
+            whole.sequence_parallel = self._sequence_parallel  # type: ignore[attr-defined]
         layer.adapter = self
         layer.register_forward_hook(self.add, prepend=True)  # before the norm of an output
         self.is_on = True
