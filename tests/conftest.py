@@ -33,12 +33,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch's stores resolve loopback addresses: a name server that drops some of the queries costs 5 s for each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
-FOLDERS = ("tests/unit", "tests/full/programs", "tests/full/engines", "tests/gloo", "tests/full")
+FOLDERS = ("tests/unit", "tests/full/programs", "tests/full/engines", "tests/machines", "tests/gloo", "tests/full")
 """Folders of tests, in the order in which they run; several workers begin with the last, which takes longest."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests of `gloo` and `full` by their folder, sort the folders, and skip `gpu` tests if there is no GPU."""
+    """Mark tests by their folder, sort the folders, and skip `gpu` tests if there is no GPU."""
     for item in items:
         lane = folder_of(item.nodeid).split("/")[1]
         if lane != "unit":
@@ -59,14 +59,14 @@ def folder_of(nodeid: str) -> str:
 
 class FilesOrFolders(LoadScopeScheduling):
     """Distributes files among several workers, but keeps the tests that share a slow start on one worker: Ray and its
-    ranks in tests/full, the forkserver of tests/gloo and tests/full/engines. Files of tests/full/programs share nothing.
+    ranks in tests/full, the forkserver of tests/gloo and tests/full/engines. Files of tests/full/programs and tests/machines share nothing.
 
     Runs often wait for processes to start and for limits to expire; the other workers use the cores meanwhile.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         folder = folder_of(nodeid)
-        if folder in ("tests/unit", "tests/full/programs"):
+        if folder in ("tests/unit", "tests/full/programs", "tests/machines"):
             return nodeid.split("::", 1)[0]
         return "tests/full" if folder == "tests/full" else "forkserver"
 
