@@ -6,6 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
+from hybridengine.checkpoints.run_lock import LOCK_FILE
 from hybridengine.cli.launch_options import (
     MAX_COUNT,
     add_network_options,
@@ -68,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
         num_cpus=options.cpus_per_node or max(number_of_cpus(), shape.most_ranks),
         num_gpus=shape.num_gpus or (0 if config.cluster.device == "cpu" else None),
         run=lambda address: train_arguments(options.config, options.overrides, address),
+        lock_file=config.run_folder / LOCK_FILE,
         start_limit_s=options.start_limit,
         interface=options.interface,
         address=options.address,

@@ -13,7 +13,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridengine.errors import HybridEngineError, WorkerError
+from hybridengine.checkpoints.run_lock import is_locked
+from hybridengine.errors import ConfigError, HybridEngineError, WorkerError
 from hybridengine.launch.addresses import answering, common_address, own_addresses, reached
 from hybridengine.launch.meeting import END, HEAD, POLL_S, RAY, REPORT_EVERY_S, Meeting, listed
 from hybridengine.launch.ray_node import RayNode, fated, token_environment
@@ -24,6 +25,8 @@ NODE_LOST = 75
 LOOPBACK = "127.0.0.1"
 SAVE_LIMIT_S = 600.0
 """Time limit for a run to save its step and end once nobody launches it any more."""
+LOCK_LIMIT_S, LOCK_POLL_S = 150.0, 5.0
+"""A file server frees the locks of a machine that has died after its lease, 90 s with Linux's NFS."""
 FAILED = "failed-*.json"
 
 
@@ -42,6 +45,8 @@ class NodeTask:
     """GPUs that Ray offers; None lets Ray count them."""
     run: Callable[[str], Sequence[str]]
     """Arguments of `hybridengine` that carry out the run on the cluster at an address."""
+    lock_file: Path
+    """Lock of the run's folder, which an earlier attempt on a node that has died may hold for a while."""
     start_limit_s: float
     """Time limit until all nodes have joined."""
     interface: str | None = None
@@ -188,9 +193,11 @@ class Lead:
 
         from hybridengine.controller.cluster import node_offers, start_ray
 
-        start_ray()
         try:
+            start_ray()
             alive = [offer.address for offer in node_offers()]
+        except ConfigError:  # Ray listens and does not answer yet
+            return list(self._task.hosts)
         finally:
             ray.shutdown()
         if self._addresses:
@@ -199,6 +206,7 @@ class Lead:
 
     def _run(self, address: str, environment: Mapping[str, str]) -> int:
         """Carry out the run in a process of its own, and return its exit status."""
+        self._wait_for_lock()
         command = [sys.executable, "-m", "hybridengine.cli.main", *self._task.run(address)]
         process = fated(command, env=dict(environment))
         self._stopping.pass_to(process)
@@ -214,6 +222,14 @@ class Lead:
                     process.kill()
                 continue
             return status if status >= 0 else 128 - status
+
+    def _wait_for_lock(self) -> None:
+        """Wait until no earlier attempt holds the run's folder; after LOCK_LIMIT_S the run itself says who does."""
+        deadline = time.monotonic() + LOCK_LIMIT_S
+        while is_locked(self._task.lock_file) and time.monotonic() < deadline:
+            self._check()
+            self._say(f"waiting for {self._task.lock_file}, which an earlier attempt holds")
+            time.sleep(LOCK_POLL_S)
 
     def _check(self) -> None:
         """Raise WorkerError if another node has failed, or this one is asked to stop."""
