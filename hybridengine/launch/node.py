@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -14,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridengine.checkpoints.run_lock import is_locked
-from hybridengine.errors import ConfigError, HybridEngineError, WorkerError
+from hybridengine.errors import HybridEngineError, WorkerError
 from hybridengine.launch.addresses import answering, common_address, own_addresses, reached
+from hybridengine.launch.alive import LiveNodes
 from hybridengine.launch.meeting import END, HEAD, POLL_S, RAY, REPORT_EVERY_S, Meeting, listed
 from hybridengine.launch.ray_node import RayNode, fated, token_environment
 from hybridengine.launch.stopping import Stopping
@@ -23,6 +22,8 @@ from hybridengine.launch.stopping import Stopping
 NODE_LOST = 75
 """Exit status of a launch that has lost a node, and may succeed on others (EX_TEMPFAIL of sysexits.h)."""
 LOOPBACK = "127.0.0.1"
+ANSWER_LIMIT_S = 60.0
+"""Time limit for Ray to say which nodes it still has."""
 SAVE_LIMIT_S = 600.0
 """Time limit for a run to save its step and end once nobody launches it any more."""
 LOCK_LIMIT_S, LOCK_POLL_S = 150.0, 5.0
@@ -130,10 +131,10 @@ class Lead:
                     )
                 )
                 self._meeting.write(RAY, address=ray_node.address, node=own)
-                os.environ.update(environment, RAY_ADDRESS=ray_node.address)
-                self._wait_for_nodes(ray_node)
+                environment["RAY_ADDRESS"] = ray_node.address
+                self._wait_for_nodes(ray_node, environment)
                 status = self._run(ray_node.address, environment)
-                if status and not self._stopping.asked and (lost := self._missing(ray_node)):
+                if status and not self._stopping.asked and (lost := self._lost(environment)):
                     status, reason = NODE_LOST, f"{listed(lost)} left Ray while the run went on"
                     self._say(f"{reason}; the launch may be started again on other nodes")
             except BaseException as error:
@@ -162,47 +163,38 @@ class Lead:
             self._addresses = {}  # several on one machine: counted, not named
         return own
 
-    def _wait_for_nodes(self, ray_node: RayNode) -> None:
+    def _wait_for_nodes(self, ray_node: RayNode, environment: Mapping[str, str]) -> None:
         """Wait until Ray has all nodes; raise WorkerError if it does not within the limit."""
-        reported = 0.0
-        while missing := self._missing(ray_node):
-            self._check()
-            ray_node.check()
-            there = len(self._task.hosts) - len(missing)
-            state = f"{there} of {len(self._task.hosts)} nodes; waiting for {listed(missing)}"
-            now = time.monotonic()
-            if now >= self._deadline:
-                raise WorkerError(
-                    f"{state} since {self._task.start_limit_s:g} s, which is the limit; see Ray's logs in"
-                    f" {self._task.folder}, or raise --start-limit"
-                )
-            if now - reported >= REPORT_EVERY_S:
-                self._say(state)
-                reported = now
-            time.sleep(POLL_S)
-        self._say(f"{len(self._task.hosts)} of {len(self._task.hosts)} nodes; starting the run")
+        reported, total = 0.0, len(self._task.hosts)
+        with LiveNodes(environment) as live:
+            while missing := self._missing(live.addresses()):
+                self._check()
+                ray_node.check()
+                state = f"{total - len(missing)} of {total} nodes; waiting for {listed(missing)}"
+                now = time.monotonic()
+                if now >= self._deadline:
+                    raise WorkerError(
+                        f"{state} since {self._task.start_limit_s:g} s, which is the limit; see Ray's logs in"
+                        f" {self._task.folder}, or raise --start-limit"
+                    )
+                if now - reported >= REPORT_EVERY_S:
+                    self._say(state)
+                    reported = now
+                time.sleep(POLL_S)
+        self._say(f"{total} of {total} nodes; starting the run")
 
-    def _missing(self, ray_node: RayNode) -> list[str]:
-        """Return the nodes that Ray lacks now."""
-        host, _, port = ray_node.address.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
-        except OSError:
+    def _missing(self, alive: Sequence[str] | None) -> list[str]:
+        """Return the nodes that are not among those that Ray has, given by address; all if Ray does not answer."""
+        if alive is None:
             return list(self._task.hosts)
-        import ray
-
-        from hybridengine.controller.cluster import node_offers, start_ray
-
-        try:
-            start_ray()
-            alive = [offer.address for offer in node_offers()]
-        except ConfigError:  # Ray listens and does not answer yet
-            return list(self._task.hosts)
-        finally:
-            ray.shutdown()
         if self._addresses:
             return [name for address, name in self._addresses.items() if address not in alive]
         return list(self._task.hosts[len(alive) :])
+
+    def _lost(self, environment: Mapping[str, str]) -> list[str]:
+        """Return the nodes that Ray lacks now."""
+        with LiveNodes(environment) as live:
+            return self._missing(live.wait(ANSWER_LIMIT_S))
 
     def _run(self, address: str, environment: Mapping[str, str]) -> int:
         """Carry out the run in a process of its own, and return its exit status."""
