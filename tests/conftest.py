@@ -9,6 +9,7 @@ import contextlib
 import os
 import shlex
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch's stores resolve loopback addresses: a name server that drops some of the queries costs 5 s for each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
-FOLDERS = ("tests/unit", "tests/full/programs", "tests/full/engines", "tests/machines", "tests/gloo", "tests/full")
+FOLDERS = (
+    "tests/unit",
+    "tests/full/programs",
+    "tests/full/engines",
+    "tests/machines",
+    "tests/gloo",
+    "tests/full",
+)
 """Folders of tests, in the order in which they run; several workers begin with the last, which takes longest."""
 
 
@@ -59,7 +67,8 @@ def folder_of(nodeid: str) -> str:
 
 class FilesOrFolders(LoadScopeScheduling):
     """Distributes files among several workers, but keeps the tests that share a slow start on one worker: Ray and its
-    ranks in tests/full, the forkserver of tests/gloo and tests/full/engines. Files of tests/full/programs and tests/machines share nothing.
+    ranks in tests/full, the forkserver of tests/gloo and tests/full/engines. Files of tests/full/programs and
+    tests/machines share nothing.
 
     Runs often wait for processes to start and for limits to expire; the other workers use the cores meanwhile.
     """
@@ -103,6 +112,18 @@ def run_ranks() -> Any:
     from tests.gloo.ranks import RankLauncher  # not in the process that hands out tests
 
     return RankLauncher()
+
+
+@pytest.fixture(scope="session")
+def warm_ray() -> Iterator[dict[str, str]]:
+    """Yield the environment variables with which Ray starts workers that have vLLM and Megatron-core imported."""
+    from tests.gloo.ranks import ENVIRONMENT  # not in the process that hands out tests
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        warm_workers.warm_workers(Path(folder), ON_CPU | ENVIRONMENT) as variables,
+    ):
+        yield variables
 
 
 def _has_gpu() -> bool:

@@ -4,7 +4,7 @@ programs too.
 
 Ray starts a worker with a program that sets up its environment. Here that is this file, which imports no packages: it
 sends the worker's arguments, environment and open files to the warm process, which forks, and the fork runs Ray's own
-program for workers, on the host (`tests.full.programs.hosts`) whose Ray has asked for it. Ray knows a worker by the
+program for workers, on the host (`tests.machines.hosts`) whose Ray has asked for it. Ray knows a worker by the
 process id that the worker reports, so nothing else differs: signals, waits and logs refer to the rank. With `--wait`,
 the file runs any Python program in the same way, and ends when it ends, with its exit status.
 """
@@ -33,7 +33,7 @@ LARGEST_REQUEST = 2**20
 MOST_FILES = 64
 FREE_FILE = 512
 STANDARD_FILES = (0, 1, 2)
-NAMESPACES = ("net", "uts", "pid", "mnt")
+NAMESPACES = ("net", "uts", "ipc", "pid", "mnt")
 
 
 @contextmanager

@@ -23,12 +23,30 @@ CONNECT_LIMIT_S = 30.0
 """Time limit for connecting to rank 0's store, which listens before the other ranks learn its address."""
 
 
+def is_number(address: str) -> bool:
+    """Return True if an address is an IP address, False if it is a name."""
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True
+
+
+def interfaces() -> list[str]:
+    """Return the network interfaces of this node with their IP addresses, for messages."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    carried = {
+        name: [one.address for one in addresses if one.family in families]
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+    return [f"{name} has {', '.join(addresses)}" for name, addresses in carried.items() if addresses]
+
+
 def interface_of(address: str) -> str | None:
     """Return the network interface that carries an address of this node, or None; loopback carries 127.0.0.0/8."""
-    try:
-        wanted = ipaddress.ip_address(address)
-    except ValueError:
+    if not is_number(address):
         return None
+    wanted = ipaddress.ip_address(address)
     for name, carried in psutil.net_if_addrs().items():
         for one in carried:
             if one.family in (socket.AF_INET, socket.AF_INET6):
@@ -39,10 +57,21 @@ def interface_of(address: str) -> str | None:
 
 
 def socket_environment(address: str) -> dict[str, str]:
-    """Return the variables that make gloo, NCCL and vLLM listen on `address`; empty if no interface carries it."""
+    """Return the variables that make gloo, NCCL and vLLM listen on `address`; empty if that is a name.
+
+    Raises:
+        WorkerError: no interface carries the address, and the environment names none.
+    """
     interface = interface_of(address)
     if interface is None:
-        return {}
+        if not is_number(address) or INTERFACE_VARIABLES[0] in os.environ:
+            return {}
+        raise WorkerError(
+            f"host {socket.gethostname()} has no interface with the address {address} by which Ray knows it"
+            f" ({'; '.join(interfaces())}); start Ray there with an address that the host has"
+            f" (`ray start --node-ip-address=...`), or with {' and '.join(INTERFACE_VARIABLES)} set to the interface on"
+            " which the other hosts reach it"
+        )
     # NCCL matches interfaces by prefix unless there is an equals sign.
     return dict(zip(INTERFACE_VARIABLES, (interface, f"={interface}"), strict=True)) | {
         "VLLM_HOST_IP": address

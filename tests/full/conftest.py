@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import ray
 import yaml
 
-from hybridengine.backends.vllm import environment
 from hybridengine.config import load_config
 from hybridengine.controller.cluster import start_ray
 from hybridengine.controller.pool import ResourcePool
@@ -23,21 +20,9 @@ from hybridengine.report.step_rows import read_rows
 from hybridengine.training.run import train
 from tests.full.probe_workers import ProbeWorker
 from tests.full.tiny_runs import SECTIONS, Run
-from tests.gloo.ranks import ENVIRONMENT
-from tests.warm_workers import warm_workers
 
 NUM_CPUS = 12
 """Logical CPUs of the cluster: those of the shared pool, and eight for the pools of a test."""
-
-
-@pytest.fixture(scope="session")
-def warm_ray() -> Iterator[dict[str, str]]:
-    """Yield the environment variables with which Ray starts workers that have vLLM and Megatron-core imported."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        warm_workers(Path(folder), environment.ON_CPU | ENVIRONMENT) as variables,
-    ):
-        yield variables
 
 
 @pytest.fixture(scope="session")

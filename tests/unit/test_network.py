@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from types import SimpleNamespace
 
@@ -36,7 +37,6 @@ def _interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
         ("FD00:0::9", "ib0"),
         ("192.168.1.5", "eth0"),
         ("127.0.0.10", "lo"),
-        ("10.0.0.8", None),
         ("a-name", None),
     ],
 )
@@ -48,6 +48,23 @@ def test_the_interface_that_carries_an_address(address: str, interface: str | No
         "VLLM_HOST_IP": address,
     }
     assert network.socket_environment(address) == (expected if interface else {})
+
+
+def test_an_address_that_no_interface_carries_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the environment names the interface, as it may behind a translation of addresses."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert network.interface_of("10.0.0.8") is None
+    with pytest.raises(WorkerError) as raised:
+        network.socket_environment("10.0.0.8")
+    assert re.fullmatch(
+        r"host \S+ has no interface with the address 10\.0\.0\.8 by which Ray knows it \(lo has 127\.0\.0\.1, ::1;"
+        r" eth0 has 192\.168\.1\.5, fe80::1%eth0; ib0 has 10\.0\.0\.9, fd00::9\); start Ray there with an address"
+        r" that the host has \(`ray start --node-ip-address=\.\.\.`\), or with GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        r" set to the interface on which the other hosts reach it",
+        str(raised.value),
+    )
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert network.socket_environment("10.0.0.8") == {}
 
 
 def test_an_address_that_the_host_does_not_have_is_one_error() -> None:

@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
-from hybridengine.controller.cluster import QUIET_RAY
 from hybridengine.report import keys
 from hybridengine.report.step_rows import read_rows
 from hybridengine.report.timeline import TIMELINE_FILE, read_timeline
-from tests.full.programs.hosts import Host, joined_hosts, needs_root
 from tests.full.tiny_runs import SECTIONS, value
-from tests.gloo.ranks import ENVIRONMENT
-from tests.warm_workers import warm_program
+from tests.machines.hosts import joined_hosts
+from tests.machines.ray_nodes import RayCluster, warm_folder
 
-pytestmark = [pytest.mark.timeout(600), needs_root]
+pytestmark = pytest.mark.timeout(600)
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-PORT = 6379
-CLUSTER = f"{ADDRESSES[0]}:{PORT}"
-RAY = QUIET_RAY | {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": ENVIRONMENT["PYTHONPATH"]}
-START_RAY = """
-from tests.warm_workers import with_warm_workers
-with_warm_workers(None)
-from ray.scripts.scripts import main
-main()
-"""
 
 WRONG_INTERFACE_THEN_TRAIN = """
 import sys
@@ -47,19 +35,6 @@ sys.exit(main(["train", sys.argv[1]]))
 """
 
 
-def start_ray_nodes(hosts: list[Host], variables: dict[str, str]) -> None:
-    """Start one Ray cluster over the hosts, with these environment variables."""
-    for host in hosts:
-        if host.address == ADDRESSES[0]:
-            where = ["--head", "--port", PORT, "--include-dashboard", "false"]
-        else:
-            where = ["--address", CLUSTER]
-        ray = [sys.executable, "-c", START_RAY, "start", *where]
-        offer = ["--node-ip-address", host.address, "--num-cpus", 2, "--num-gpus", 0]
-        done = host.run(*ray, *offer, env=variables)
-        assert done.returncode == 0, done.stdout
-
-
 @dataclass(frozen=True)
 class Seen:
     """Output of the program on the first host, and the run's folder."""
@@ -70,22 +45,21 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory, warm_ray: dict[str, str]) -> Seen:
-    folder, ray = tmp_path_factory.mktemp("hosts"), RAY | warm_ray
-    changes = {
-        "run": SECTIONS["run"] | {"steps": 1, "folder": str(folder / "runs")},
-        "cluster": {"ranks_per_node": [1, 1], "address": CLUSTER},
-        # vLLM's own groups are over both hosts too.
-        "actor": SECTIONS["actor"] | {"parallel": "1-2-1", "generate": "2-1"},
-        "critic": SECTIONS["critic"] | {"parallel": "2-1-1"},
-        "reference": {"parallel": "1-1-2"},
-        "timeouts": {"start_s": 120, "call_s": 120},
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(SECTIONS | changes))
-    with joined_hosts(("first", "second"), ADDRESSES, folder) as hosts:
-        start_ray_nodes(hosts, ray)
+    folder = tmp_path_factory.mktemp("hosts")
+    with joined_hosts(["first", "second"], shared=[folder, warm_folder(warm_ray)]) as network:
+        cluster = RayCluster(network.hosts, warm_ray)
+        changes = {
+            "run": SECTIONS["run"] | {"steps": 1, "folder": str(folder / "runs")},
+            "cluster": {"ranks_per_node": [1, 1], "address": cluster.address},
+            # vLLM's own groups are over both hosts too.
+            "actor": SECTIONS["actor"] | {"parallel": "1-2-1", "generate": "2-1"},
+            "critic": SECTIONS["critic"] | {"parallel": "2-1-1"},
+            "reference": {"parallel": "1-1-2"},
+            "timeouts": {"start_s": 120, "call_s": 120},
+        }
+        (folder / "run.yaml").write_text(yaml.safe_dump(SECTIONS | changes))
         (folder / "program.py").write_text(WRONG_INTERFACE_THEN_TRAIN)
-        program = warm_program(folder / "program.py", folder / "run.yaml")
-        run = hosts[0].run(*program, limit_s=300, env=ray | {"RAY_ADDRESS": CLUSTER})
+        run = cluster.run(folder / "program.py", folder / "run.yaml", check=False)
     return Seen(run, folder / "runs" / "run")
 
 
@@ -104,7 +78,7 @@ def test_ranks_that_do_not_meet_say_where_they_are_in_one_line(seen: Seen) -> No
     assert "Traceback" not in said, said
     assert re.search(
         r"^FOUND rank (0 on host first|1 on host second) \(Ray's node 10\.77\.0\.[12], GLOO_SOCKET_IFNAME='lo', "
-        r"NCCL_SOCKET_IFNAME='=wire0'\) did not meet the other ranks: .*(Connection refused, remote=|closed by peer )"
+        r"NCCL_SOCKET_IFNAME='=net0'\) did not meet the other ranks: .*(Connection refused, remote=|closed by peer )"
         r"\[127\.0\.0\.1\]:\d+.*; the nodes must reach .* open the ports between the nodes$",
         said,
         re.MULTILINE,
