@@ -8,12 +8,11 @@ from __future__ import annotations
 import secrets
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.machines.hosts import Host
 
-MISSING = "install them with `apt-get install slurm-wlm munge` (Debian)"
 SOCKET = "/tmp/munge.socket"
 CONFIGURATION = """
 ClusterName=machines
@@ -68,8 +67,7 @@ class SlurmCluster:
         for host in hosts:
             log = "--log-file=/tmp/munged.log"
             host.run("munged", "--force", log, *(f"--{name}={file}" for name, file in files.items()))
-            os_folder = "/tmp/slurmctld" if host is self.controller else "/tmp/slurmd"
-            host.run("mkdir", "-p", os_folder)
+            host.run("mkdir", "/tmp/slurmctld", "/tmp/slurmd")
         self.daemons[self.controller.name] = self.controller.start("slurmctld", "-D", env=self.variables)
         for node in self.nodes:
             self.daemons[node.name] = node.start("slurmd", "-D", "-N", node.name, env=self.variables)
@@ -84,9 +82,10 @@ class SlurmCluster:
     def state(self, job: str) -> dict[str, str]:
         """Return what SLURM knows of a job."""
         words = self.say("scontrol", "show", "job", job).split()
-        return dict(word.partition("=")[::2] for word in words if "=" in word)
+        pairs = (word.partition("=") for word in words)
+        return {name: value for name, equals, value in pairs if equals}
 
-    def wait_for(self, holds, limit_s: float) -> None:
+    def wait_for(self, holds: Callable[[], bool], limit_s: float) -> None:
         """Wait until something holds; raise AssertionError with the state of nodes and jobs if it does not."""
         deadline = time.monotonic() + limit_s
         while not holds():

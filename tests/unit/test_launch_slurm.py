@@ -80,7 +80,7 @@ def test_a_script_asks_for_the_nodes_of_the_configuration(capsys: pytest.Capture
     lines = script.splitlines()
     directives = [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH ")]
     assert lines[0] == "#!/bin/bash"
-    assert dict(one.partition("=")[::2] for one in directives) == {
+    assert {name: value for name, _, value in (one.partition("=") for one in directives)} == {
         "job-name": "llama3-70b-16nodes",
         "nodes": "16",
         "ntasks-per-node": "1",

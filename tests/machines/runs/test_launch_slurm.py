@@ -16,6 +16,7 @@ from tests.machines.launching import (
     trained_steps,
     write_run,
 )
+from tests.machines.ray_nodes import warm_folder
 from tests.machines.slurm_cluster import SlurmCluster
 
 pytestmark = pytest.mark.timeout(1500)
@@ -30,7 +31,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def network(shared: Path, warm_ray: dict[str, str]) -> Iterator[Network]:
-    with joined_hosts(["control", *NODES], shared=[shared, Path(warm_ray["WARM_WORKERS"]).parent]) as network:
+    with joined_hosts(["control", *NODES], shared=[shared, warm_folder(warm_ray)]) as network:
         yield network
 
 

@@ -20,6 +20,7 @@ from tests.machines.launching import (
     trained_steps,
     write_run,
 )
+from tests.machines.ray_nodes import warm_folder
 
 pytestmark = pytest.mark.timeout(1500)
 LIMIT_S = 900.0
@@ -46,8 +47,7 @@ def network(shared: Path, warm_ray: dict[str, str]) -> Iterator[Network]:
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", shared / name], check=True)
     (shared / "sshd_config").write_text(SSHD.format(folder=shared))
     names = ["control", "node-a", "node-b", "node-c"]
-    warm = Path(warm_ray["WARM_WORKERS"]).parent
-    with joined_hosts(names, shared=[shared, warm], own_name="unknown") as network:
+    with joined_hosts(names, shared=[shared, warm_folder(warm_ray)], own_name="unknown") as network:
         for host in network.hosts[1:]:
             host.run("mkdir", "-p", "/run/sshd")
             host.run("/usr/sbin/sshd", "-f", shared / "sshd_config")
