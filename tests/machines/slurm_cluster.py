@@ -77,7 +77,9 @@ class SlurmCluster:
 
     def say(self, *command: object, env: Mapping[str, str] | None = None) -> str:
         """Return what a command prints on the controller's host, whatever its status."""
-        return self.controller.run(*command, env=self.variables | (env or {}), check=False).stdout.strip()
+        return self.controller.run(
+            *command, env={**self.variables, **(env or {})}, check=False
+        ).stdout.strip()
 
     def state(self, job: str) -> dict[str, str]:
         """Return what SLURM knows of a job."""

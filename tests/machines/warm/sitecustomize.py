@@ -5,6 +5,10 @@ import os
 import sys
 
 if "ray.scripts.scripts" in sys.orig_argv and "WARM_WORKERS" in os.environ:
+    from ray._private.node import Node
+
     from tests.warm_workers import with_warm_workers
 
     with_warm_workers(None)
+    # It is started like a worker, and nobody uses it.
+    Node.start_ray_client_server = lambda *_, **__: None  # type: ignore[method-assign]
