@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from subprocess import DEVNULL, PIPE
 from typing import IO
 
@@ -54,7 +55,8 @@ class LiveNodes:
 
     def _read(self, lines: IO[bytes]) -> None:
         for line in lines:
-            self._latest = json.loads(line)
+            with suppress(ValueError):  # Ray prints there as well
+                self._latest = list(json.loads(line))
 
 
 def main() -> None:

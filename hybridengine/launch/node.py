@@ -81,9 +81,14 @@ def run_node(task: NodeTask, say: Callable[[str], None]) -> int:
 
 def _follow(task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[[str], None]) -> None:
     """Join the Ray of the first node, and leave it when that node says so."""
+
+    def check() -> None:
+        stopping.check()
+        meeting.check_running()
+
     deadline = time.monotonic() + task.start_limit_s
     leader = {HEAD: task.hosts[0]}
-    head = meeting.wait(leader, deadline, "nodes that lead", check=stopping.check)[HEAD]
+    head = meeting.wait(leader, deadline, "the first node", check=stopping.check)[HEAD]
     allowed = own_addresses(task.interface, task.address)
     found = reached(head["addresses"], head["port"], head["secret"])
     ways = {theirs: own for theirs, own in found.items() if own in allowed}
@@ -98,7 +103,8 @@ def _follow(task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[
         num_cpus=task.num_cpus,
         num_gpus=task.num_gpus,
     ) as ray_node:
-        say(f"{task.host} joins Ray at {ray['address']} from {own}")
+        ray_node.wait(deadline, check)
+        say(f"{task.host} has joined Ray at {ray['address']} from {own}")
         while (end := meeting.read(END)) is None:
             ray_node.check()
             stopping.check()
@@ -130,6 +136,7 @@ class Lead:
                         own, None, environment, task.log(), num_cpus=task.num_cpus, num_gpus=task.num_gpus
                     )
                 )
+                ray_node.wait(self._deadline, self._check)
                 self._meeting.write(RAY, address=ray_node.address, node=own)
                 environment["RAY_ADDRESS"] = ray_node.address
                 self._wait_for_nodes(ray_node, environment)

@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hybridengine.errors import WorkerError
@@ -21,6 +22,10 @@ STOP_LIMIT_S = 20.0
 """Time limit for Ray's processes to end by themselves."""
 PR_SET_PDEATHSIG = 1
 LAST_LINES = 12
+START_ATTEMPTS = 3
+"""Number of attempts to start Ray, whose processes have 30 s: too short on a busy machine."""
+STARTED = b"Ray runtime started"
+"""What `ray start` prints once its processes answer."""
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0"}
 
 
@@ -61,24 +66,30 @@ class RayNode:
 
         Without `num_gpus`, Ray counts the GPUs. All ports but the head's are chosen by the system.
         """
+        self._own, self._head = own_address, head_address
+        self._environment, self._log = dict(environment), log
+        self._offer = [f"--num-cpus={num_cpus}"] + ([] if num_gpus is None else [f"--num-gpus={num_gpus}"])
+        self._attempts = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._attempts += 1
         # Short: paths of Unix sockets have at most 107 characters. Ray's /tmp/ray may be another user's.
         self._folder = Path(tempfile.mkdtemp(prefix="he-ray-"))
-        self.address = head_address or _joined(own_address, _free_port(own_address))
-        self._log = log
-        options = [f"--node-ip-address={own_address}", f"--num-cpus={num_cpus}"]
-        options += [] if num_gpus is None else [f"--num-gpus={num_gpus}"]
-        if head_address is None:
+        self.address = self._head or _joined(self._own, _free_port(self._own))
+        options = [f"--node-ip-address={self._own}", *self._offer]
+        if self._head is None:
             port = self.address.rpartition(":")[2]
             options += ["--head", f"--port={port}", "--include-dashboard=false"]
-            options += [f"--ray-client-server-port={_free_port(own_address)}"]  # it cannot be left out
+            options += [f"--ray-client-server-port={_free_port(self._own)}"]  # it cannot be left out
         else:
-            options += [f"--address={head_address}"]
+            options += [f"--address={self._head}"]
         options += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
         options += [f"--temp-dir={self._folder}", "--disable-usage-stats", "--block"]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options]
-        with writing(log), log.open("wb") as output:
+        with writing(self._log), self._log.open("wb") as output:
             self._process = fated(
-                command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                command, env=self._environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
 
     def __enter__(self) -> RayNode:
@@ -86,6 +97,25 @@ class RayNode:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def wait(self, deadline: float, check: Callable[[], None]) -> None:
+        """Wait until Ray has started here; start it again if it ends before, as it does on a busy machine.
+
+        `check` raises what makes waiting pointless; WorkerError at `deadline`, a time of `time.monotonic`, or if Ray has
+        ended START_ATTEMPTS times.
+        """
+        while STARTED not in self._log.read_bytes():
+            check()
+            if self._process.poll() is not None and self._attempts < START_ATTEMPTS:
+                self.stop()
+                self._start()
+            self.check()
+            if time.monotonic() >= deadline:
+                raise WorkerError(
+                    f"Ray on host {socket.gethostname()} has not started within the limit; see {self._log}, or raise"
+                    " --start-limit"
+                )
+            time.sleep(0.2)
 
     def check(self) -> None:
         """Raise WorkerError, with the end of Ray's output, if Ray has ended."""
