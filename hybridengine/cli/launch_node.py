@@ -50,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_size_options(parser)
     add_network_options(parser)
     option("--address", metavar="IP", help="address of this node, in place of the one that is found")
-    option("--attached", action="store_true", help="end when standard input does; a line of it asks to stop")
+    option("--attached", action="store_true", help="end when standard input does; what comes asks to stop")
     add_start_limit(parser)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -56,7 +55,7 @@ class Stopping:
             self._run.send_signal(number)
 
     def _watch(self) -> None:
-        """Take each line of standard input for a request to stop, and its end for the end of the launcher."""
-        while sys.stdin.buffer.readline():
+        """Take input for a request to stop, and its end for the end of the launcher."""
+        while os.read(0, 4096):  # not sys.stdin, whose lock Python wants when it ends
             os.kill(os.getpid(), signal.SIGTERM)
         self.is_cut_off = True
