@@ -79,6 +79,23 @@ def test_a_job_trains_on_two_nodes_and_leaves_nothing(
         assert processes_of_ray(node) == []
 
 
+def test_a_job_that_is_signalled_before_its_time_limit_saves_and_is_requeued(
+    slurm: SlurmCluster, shared: Path, warm_ray: dict[str, str]
+):
+    job = submit(slurm, shared, write_run(shared, "limited", steps=400), warm_ray)
+    slurm.wait_for(lambda: last_checkpoint(shared, "limited") >= 1 or ended(slurm, job), LIMIT_S)
+    slurm.say("scancel", "--signal=TERM", "--batch", job)  # as SLURM does for --signal=B:TERM@300
+    slurm.wait_for(lambda: slurm.state(job)["Restarts"] == "1", LIMIT_S)
+    slurm.wait_for(lambda: slurm.state(job)["JobState"] == "PENDING", 60)
+    said = logs(shared, "limited")
+    assert "SIGTERM is passed on to the run, which saves its step" in said
+    assert "the run has ended with status 0" in said
+    steps = trained_steps(shared, "limited")
+    assert last_checkpoint(shared, "limited") == steps[-1] < 400, said
+    slurm.say("scancel", job)
+    assert ended(slurm, job)
+
+
 def test_a_run_continues_on_other_nodes_when_one_dies(
     slurm: SlurmCluster, network: Network, shared: Path, warm_ray: dict[str, str]
 ):
@@ -90,7 +107,9 @@ def test_a_run_continues_on_other_nodes_when_one_dies(
     slurm.wait_for(lambda: ended(slurm, job) and last_checkpoint(shared, "second") > before, LIMIT_S)
     state = slurm.state(job)
     said = logs(shared, "second")
-    assert (state["JobState"], state["Restarts"], state["NodeList"]) == ("COMPLETED", "1", "node-a,node-c"), said
+    assert (state["JobState"], state["Restarts"], state["NodeList"]) == ("COMPLETED", "1", "node-a,node-c"), (
+        said
+    )
     assert "resuming after step" in said
     steps = trained_steps(shared, "second")
     assert steps[-1] == 12 and set(range(1, 13)) <= set(steps)
