@@ -89,5 +89,5 @@ def run(options: argparse.Namespace) -> int:
         arguments=arguments,  # pyright: ignore[reportArgumentType]
         retries=options.retries,
     )
-    note(f"{config.run.name}: {shape}; {len(hosts) - shape.num_nodes} spare")
+    note(f"{config.run.name}: {shape}; {len(hosts)} hosts are named")
     return launch(plan, note)
