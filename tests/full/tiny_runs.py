@@ -50,7 +50,7 @@ SECTIONS: dict[str, Any] = {
 }
 
 
-MEASURED = ("time/", "throughput/", "memory/", "transfer/", "controller/", "reward/call_s")
+MEASURED = ("time/", "idle/", "throughput/", "memory/", "transfer/", "controller/", "reward/call_s")
 """Metrics of the machine, not of the computation."""
 
 

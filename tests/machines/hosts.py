@@ -24,9 +24,10 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any, Literal
@@ -143,7 +144,7 @@ class Network:
     """Hosts and the switch between them."""
 
     def __init__(self, hosts: Sequence[Host]) -> None:
-        self.hosts = list(hosts)
+        self.hosts, self.cables = list(hosts), {host.name: Cable() for host in hosts}
         self._switch = subprocess.Popen(
             [sys.executable, "-S", Path(__file__).with_name("switch.py")]
             + [f"{host.name}={host.pid}" for host in hosts],
@@ -155,19 +156,20 @@ class Network:
 
     def change(self, host: str, **values: Any) -> None:
         """Change values of a host's `Cable`, from now on; the others stay."""
-        self._ask(do="change", host=host, **values)
+        self.cables[host] = replace(self.cables[host], **values)
+        self._ask(do="change", host=host, cable=asdict(self.cables[host]))
 
     def block(self, *pairs: tuple[str, str]) -> None:
         """Drop what these pairs of hosts send to each other, as a firewall does, and nothing else any more."""
         self._ask(do="block", pairs=pairs)
 
-    def sent_bytes(self) -> dict[tuple[str, str], int]:
+    def sent_bytes(self) -> Counter[tuple[str, str]]:
         """Return the bytes of the frames that have arrived, by sender and receiver; each TCP segment has its headers."""
-        return {(one, other): size for one, other, size in self._ask(do="count")[0]}
+        return Counter({(one, other): size for one, other, size in self._ask(do="count")[0]})
 
-    def dropped_frames(self) -> dict[tuple[str, str], int]:
+    def dropped_frames(self) -> Counter[tuple[str, str]]:
         """Return the number of frames that were lost or dropped, by sender and receiver."""
-        return {(one, other): frames for one, other, frames in self._ask(do="count")[1]}
+        return Counter({(one, other): frames for one, other, frames in self._ask(do="count")[1]})
 
     def close(self) -> None:
         """Remove the hosts' interfaces."""

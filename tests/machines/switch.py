@@ -26,7 +26,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 INTERFACE = "net0"
@@ -133,8 +133,7 @@ class Switch:
         """Carry out a request, and return its answer."""
         match do:
             case "change":
-                port = self.ports[values.pop("host")]
-                port.cable = Cable(**asdict(port.cable) | values)
+                self.ports[values["host"]].cable = Cable(**values["cable"])
                 self._choose_offloads()
             case "block":
                 self.blocked = {frozenset(pair) for pair in values["pairs"]}

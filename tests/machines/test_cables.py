@@ -17,6 +17,7 @@ from tests.machines.traffic import listening, round_trips_s, seconds_to_send
 IP_AND_TCP_BYTES = 52
 """Headers of each packet: IPv4, TCP and its time stamps."""
 ETHERNET_BYTES = 14
+TRIES = 20
 
 
 @pytest.fixture
@@ -26,19 +27,23 @@ def network() -> Iterator[Network]:
         yield network
 
 
-@pytest.mark.parametrize(("rate_bits_s", "num_bytes"), [(10e6, 10**6), (100e6, 10**7), (1e9, 10**8)])
+@pytest.mark.parametrize(("rate_bits_s", "num_bytes"), [(10e6, 10**6), (100e6, 10**7), (1e9, 3 * 10**7)])
 def test_bytes_take_the_time_that_the_rate_gives_them(network: Network, rate_bits_s: float, num_bytes: int):
+    """Never less; more by a tenth and the first round trips, unless the machine is too busy each time."""
     first, second, _ = network.hosts
     network.change("second", rate_bits_s=rate_bits_s)
-    took = [seconds_to_send(first, second, num_bytes) for _ in range(3)]
-    wire_bytes = on_the_wire(num_bytes)
-    least_s = wire_bytes * 8 / rate_bits_s
-    assert 0.99 * least_s <= min(took) <= 1.1 * least_s + 0.05
+    least_s = on_the_wire(num_bytes) * 8 / rate_bits_s
+    for _ in range(TRIES):
+        took_s = seconds_to_send(first, second, num_bytes)
+        assert took_s > 0.99 * least_s
+        if took_s < 1.1 * least_s + 0.02:
+            return
+    pytest.fail(f"the last of {TRIES} tries has taken {took_s:.3f} s instead of {least_s:.3f} s")
 
 
 def test_bytes_are_counted_as_on_a_wire(network: Network):
     first, second, _ = network.hosts
-    before = network.sent_bytes().get(("first", "second"), 0)
+    before = network.sent_bytes()["first", "second"]
     seconds_to_send(first, second, 10**7)
     seen = network.sent_bytes()["first", "second"] - before
     assert on_the_wire(10**7) <= seen <= 1.01 * on_the_wire(10**7)
@@ -46,15 +51,14 @@ def test_bytes_are_counted_as_on_a_wire(network: Network):
 
 
 def test_a_round_trip_takes_all_four_delays(network: Network):
+    """Never less; the quickest takes little more."""
     first, second, _ = network.hosts
-    assert round_trips_s(first, second, 50)[25] < 0.01
-    network.change("first", delay_s=0.01)
-    network.change("second", delay_s=0.02)
-    took = round_trips_s(first, second, 20)
-    assert took[0] >= 0.06 and took[10] < 0.08
-    network.change("second", delay_s=0.0)
-    took = round_trips_s(first, second, 20)
-    assert took[0] >= 0.02 and took[10] < 0.03
+    for first_s, second_s in ((0.0, 0.0), (0.01, 0.02), (0.01, 0.0)):
+        network.change("first", delay_s=first_s)
+        network.change("second", delay_s=second_s)
+        quickest_s = round_trips_s(first, second, 30)[0]
+        expected_s = 2 * (first_s + second_s)
+        assert expected_s <= quickest_s < expected_s + 0.005
 
 
 def test_single_packets_are_lost_with_the_probability_that_was_asked_for(network: Network):

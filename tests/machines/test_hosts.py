@@ -19,7 +19,14 @@ from tests.machines.switch import INTERFACE
 
 NAMES = ("first", "second", "third")
 SHM_BYTES = 3 * 2**20
-RESOLVE = "import socket, sys; print(socket.gethostbyname(sys.argv[1]))"
+RESOLVE = """
+import socket, sys, time
+begin = time.monotonic()
+try:
+    print(socket.gethostbyname(sys.argv[1]))
+except socket.gaierror:
+    print("unknown" if time.monotonic() - begin < 5 else "a name server was asked")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +44,7 @@ def test_hosts_are_made_in_seconds(shared: Path):
     begin = time.monotonic()
     with joined_hosts([f"host{number}" for number in range(4)], shared=[shared]):
         pass
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 20
 
 
 def test_a_host_has_its_own_name_which_resolves_to_its_loopback(network: Network):
@@ -57,10 +64,7 @@ def test_a_host_has_an_address_on_the_network(network: Network):
 
 def test_a_name_may_resolve_to_nothing_or_to_addresses_of_the_network(shared: Path):
     with joined_hosts(NAMES[:2], own_name="unknown") as network:
-        begin = time.monotonic()
-        refused = network.hosts[0].run(sys.executable, "-c", RESOLVE, "first", check=False)
-        assert "socket.gaierror" in refused.stdout
-        assert time.monotonic() - begin < 5, "no name server is asked"
+        assert network.hosts[0].run(sys.executable, "-c", RESOLVE, "first").stdout == "unknown\n"
     with joined_hosts(NAMES[:2], own_name="address", ip_version=6) as network:
         for name, address in zip(NAMES, ("fd77::1", "fd77::2"), strict=False):
             for host in network.hosts:
@@ -153,7 +157,7 @@ def commands(host: Host) -> list[str]:
     return host.run("sh", "-c", "cat /proc/[0-9]*/comm", check=False).stdout.split()
 
 
-def eventually(holds: Callable[[], bool], limit_s: float = 10) -> None:
+def eventually(holds: Callable[[], bool], limit_s: float = 30) -> None:
     """Wait until something holds."""
     deadline = time.monotonic() + limit_s
     while not holds():

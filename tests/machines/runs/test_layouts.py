@@ -47,7 +47,7 @@ def test_hosts_give_the_numbers_of_one_machine_bit_by_bit(
 def test_a_critic_on_another_host_gives_the_numbers_of_one_machine_bit_by_bit(
     tmp_path: Path, warm_ray: dict[str, str]
 ):
-    """Rows cross the network; nothing else does."""
+    """Rows cross the network."""
     changes = (
         "actor.parallel=2-1-1",
         "actor.generate=1-1",
