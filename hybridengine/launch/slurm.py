@@ -29,9 +29,10 @@ srun --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --input=none --output="$launc
   --hosts "$hosts" --launch-folder "$launch" &
 step=$!
 
-# SLURM signals this script alone, before the time limit; srun passes it on, and the run saves its step.
+# SLURM signals this script alone, before the time limit. It signals the nodes, and the run saves its step; srun itself
+# would kill them.
 stopped=0
-trap 'stopped=$((stopped + 1)); kill -TERM "$step"' TERM
+trap 'stopped=$((stopped + 1)); scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 while :; do
   before=$stopped
   wait "$step"

@@ -17,7 +17,8 @@ PROGRAMS = {
     "scontrol": """[ "$1" = show ] && printf 'node-1\\nnode-2\\n' || echo "$*" >> calls""",
     "squeue": "cat state",
     "sleep": "exit 0",
-    "srun": """echo "$*" > srun-called
+    "scancel": """echo "scancel $*" >> calls; kill -TERM $(cat srun-process)""",
+    "srun": """echo $$ > srun-process; echo "$*" > srun-called
         trap 'echo asked >> calls; exit 0' TERM
         while [ ! -e status ]; do read -rt 0.05 <> <(:); done
         exit $(cat status)""",
@@ -161,7 +162,7 @@ def test_the_signal_before_the_time_limit_reaches_the_run_and_requeues(
         started.send_signal(signal.SIGTERM)
         output, _ = started.communicate(timeout=60)
     assert started.returncode == 0, output
-    assert calls(tmp_path) == ["asked", "requeue 17"]
+    assert calls(tmp_path) == ["scancel --signal=TERM 17", "asked", "requeue 17"]
 
 
 def test_setup_that_fails_ends_the_job(job: Callable[..., subprocess.Popen[str]], tmp_path: Path):

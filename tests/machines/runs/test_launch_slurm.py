@@ -79,21 +79,25 @@ def test_a_job_trains_on_two_nodes_and_leaves_nothing(
         assert processes_of_ray(node) == []
 
 
-def test_a_job_that_is_signalled_before_its_time_limit_saves_and_is_requeued(
-    slurm: SlurmCluster, shared: Path, warm_ray: dict[str, str]
+@pytest.mark.parametrize("before_time_limit", [True, False])
+def test_a_job_that_is_signalled_saves_its_step(
+    before_time_limit: bool, slurm: SlurmCluster, shared: Path, warm_ray: dict[str, str]
 ):
-    job = submit(slurm, shared, write_run(shared, "limited", steps=400), warm_ray)
-    slurm.wait_for(lambda: last_checkpoint(shared, "limited") >= 1 or ended(slurm, job), LIMIT_S)
-    slurm.say("scancel", "--signal=TERM", "--batch", job)  # as SLURM does for --signal=B:TERM@300
-    slurm.wait_for(lambda: slurm.state(job)["Restarts"] == "1", LIMIT_S)
-    slurm.wait_for(lambda: slurm.state(job)["JobState"] == "PENDING", 60)
-    said = logs(shared, "limited")
+    """Before its time limit, SLURM signals the script alone, and the job is requeued; a user signals the nodes."""
+    name = "limited" if before_time_limit else "stopped"
+    job = submit(slurm, shared, write_run(shared, name, steps=400), warm_ray)
+    slurm.wait_for(lambda: last_checkpoint(shared, name) >= 1 or ended(slurm, job), LIMIT_S)
+    slurm.say("scancel", "--signal=TERM", *(["--batch"] if before_time_limit else []), job)
+    if before_time_limit:
+        slurm.wait_for(lambda: slurm.state(job)["Restarts"] == "1", LIMIT_S)
+        slurm.say("scancel", job)
+    slurm.wait_for(lambda: ended(slurm, job), LIMIT_S)
+    said = logs(shared, name)
+    assert slurm.state(job)["JobState"] == ("CANCELLED" if before_time_limit else "COMPLETED"), said
     assert "SIGTERM is passed on to the run, which saves its step" in said
     assert "the run has ended with status 0" in said
-    steps = trained_steps(shared, "limited")
-    assert last_checkpoint(shared, "limited") == steps[-1] < 400, said
-    slurm.say("scancel", job)
-    assert ended(slurm, job)
+    steps = trained_steps(shared, name)
+    assert last_checkpoint(shared, name) == steps[-1] < 400, said
 
 
 def test_a_run_continues_on_other_nodes_when_one_dies(
