@@ -21,6 +21,8 @@ REPORT_EVERY_S = 15.0
 NAMED = 8
 """Number of missing nodes that a message names."""
 HEAD, RAY, END, TOKEN = "head.json", "ray.json", "end.json", "token"
+STOP = "stop"
+"""File with which a launcher asks the first node to stop its run."""
 
 
 class Meeting:

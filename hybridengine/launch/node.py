@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +17,7 @@ from hybridengine.checkpoints.run_lock import is_locked
 from hybridengine.errors import HybridEngineError, WorkerError
 from hybridengine.launch.addresses import answering, common_address, own_addresses, reached
 from hybridengine.launch.alive import LiveNodes
-from hybridengine.launch.meeting import END, HEAD, POLL_S, RAY, REPORT_EVERY_S, Meeting, listed
+from hybridengine.launch.meeting import END, HEAD, POLL_S, RAY, REPORT_EVERY_S, STOP, Meeting, listed
 from hybridengine.launch.ray_node import RayNode, fated, token_environment
 from hybridengine.launch.stopping import Stopping
 
@@ -214,6 +216,7 @@ class Lead:
             try:
                 status = process.wait(POLL_S)
             except subprocess.TimeoutExpired:
+                self._hear()
                 if self._stopping.is_cut_off and give_up is None:
                     process.terminate()
                     give_up = time.monotonic() + SAVE_LIMIT_S
@@ -230,8 +233,14 @@ class Lead:
             self._say(f"waiting for {self._task.lock_file}, which an earlier attempt holds")
             time.sleep(LOCK_POLL_S)
 
+    def _hear(self) -> None:
+        """Take the launcher's file for a signal, once."""
+        if not self._stopping.asked and (self._meeting.folder / STOP).exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+
     def _check(self) -> None:
         """Raise WorkerError if another node has failed, or this one is asked to stop."""
+        self._hear()
         self._stopping.check()
         for file in sorted(self._meeting.folder.glob(FAILED)):
             if (failed := self._meeting.read(file.name)) is not None:

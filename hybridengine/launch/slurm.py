@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridengine.errors import ConfigError, shown
+from hybridengine.launch.meeting import STOP
 from hybridengine.launch.node import NODE_LOST
 from hybridengine.launch.shape import Shape
 
@@ -29,21 +30,22 @@ srun --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --input=none --output="$launc
   --hosts "$hosts" --launch-folder "$launch" &
 step=$!
 
-# SLURM signals this script alone, before the time limit. It signals the nodes, and the run saves its step; srun itself
-# would kill them.
-stopped=0
-trap 'stopped=$((stopped + 1)); scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+# SLURM signals this script alone, before the time limit. A file tells the first node, and the run saves its step: SLURM
+# would signal each process of the nodes, and srun would kill them.
+signals=0 requeue=0
+trap 'signals=$((signals + 1)); requeue=1; touch "$launch/{stop}"' TERM
+trap 'signals=$((signals + 1)); touch "$launch/{stop}"' USR1
 while :; do
-  before=$stopped
+  before=$signals
   wait "$step"
   status=$?
-  [ "$before" -eq "$stopped" ] && break
+  [ "$before" -eq "$signals" ] && break
 done
 echo "$(date +%FT%T) the run has ended with status $status"
 [ "$status" -eq 0 ] || tail -n 20 "$launch/${{hosts%%,*}}.log"
 
 # Start again on nodes that SLURM chooses, from the last checkpoint: after the time limit, and after a node was lost.
-if [ "$stopped" -gt 0 ] || [ "$status" -eq {node_lost} ]; then
+if [ "$requeue" -eq 1 ] || [ "$status" -eq {node_lost} ]; then
   state=$(squeue --noheader --job "$SLURM_JOB_ID" --format=%T)
   if [ "$state" = RUNNING ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {retries} ]; then
     echo "$(date +%FT%T) requeued"
@@ -116,6 +118,7 @@ def script(job: SlurmJob) -> str:
         srun="".join(f" {shlex.quote(_option(*item))}" for item in steps.items()),
         command=shlex.join([job.python, "-m", "hybridengine.cli.main", *job.arguments]),
         node_lost=NODE_LOST,
+        stop=STOP,
         retries=job.retries,
     )
 

@@ -17,10 +17,11 @@ PROGRAMS = {
     "scontrol": """[ "$1" = show ] && printf 'node-1\\nnode-2\\n' || echo "$*" >> calls""",
     "squeue": "cat state",
     "sleep": "exit 0",
-    "scancel": """echo "scancel $*" >> calls; kill -TERM $(cat srun-process)""",
-    "srun": """echo $$ > srun-process; echo "$*" > srun-called
-        trap 'echo asked >> calls; exit 0' TERM
-        while [ ! -e status ]; do read -rt 0.05 <> <(:); done
+    "srun": """echo "$*" > srun-called
+        while [ ! -e status ]; do
+          [ -e runs/arithmetic/launch/17.0/stop ] && { echo asked >> calls; exit 0; }
+          read -rt 0.05 <> <(:)
+        done
         exit $(cat status)""",
 }
 """Programs that the script calls; the step ends with the number in the file `status`, or when it is asked to stop."""
@@ -151,18 +152,21 @@ def test_a_job_that_has_lost_a_node_is_requeued(
     assert (tmp_path / f"runs/arithmetic/launch/17.{restarts}").is_dir()
 
 
-def test_the_signal_before_the_time_limit_reaches_the_run_and_requeues(
-    job: Callable[..., subprocess.Popen[str]], tmp_path: Path
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGTERM, ["asked", "requeue 17"]), (signal.SIGUSR1, ["asked"])]
+)
+def test_a_signal_stops_the_run_and_before_the_time_limit_requeues_the_job(
+    number: signal.Signals, expected: list[str], job: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ):
     with job() as started:
         deadline = time.monotonic() + 30
         while not (tmp_path / "srun-called").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.3)  # until the trap is set
-        started.send_signal(signal.SIGTERM)
+        started.send_signal(number)
         output, _ = started.communicate(timeout=60)
     assert started.returncode == 0, output
-    assert calls(tmp_path) == ["scancel --signal=TERM 17", "asked", "requeue 17"]
+    assert calls(tmp_path) == expected
 
 
 def test_setup_that_fails_ends_the_job(job: Callable[..., subprocess.Popen[str]], tmp_path: Path):

@@ -83,11 +83,11 @@ def test_a_job_trains_on_two_nodes_and_leaves_nothing(
 def test_a_job_that_is_signalled_saves_its_step(
     before_time_limit: bool, slurm: SlurmCluster, shared: Path, warm_ray: dict[str, str]
 ):
-    """Before its time limit, SLURM signals the script alone, and the job is requeued; a user signals the nodes."""
+    """Before its time limit, SLURM signals the script, and the job is requeued; a user's signal ends it."""
     name = "limited" if before_time_limit else "stopped"
     job = submit(slurm, shared, write_run(shared, name, steps=400), warm_ray)
     slurm.wait_for(lambda: last_checkpoint(shared, name) >= 1 or ended(slurm, job), LIMIT_S)
-    slurm.say("scancel", "--signal=TERM", *(["--batch"] if before_time_limit else []), job)
+    slurm.say("scancel", "--signal", "TERM" if before_time_limit else "USR1", "--batch", job)
     if before_time_limit:
         slurm.wait_for(lambda: slurm.state(job)["Restarts"] == "1", LIMIT_S)
         slurm.say("scancel", job)
