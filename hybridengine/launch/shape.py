@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,7 +99,8 @@ def launched_config(path: str, overrides: Sequence[str]) -> RunConfig:
 def train_arguments(path: str, overrides: Sequence[str], address: str) -> list[str]:
     """Return the arguments of the command that carries out a launched run on the cluster at `address`."""
     given = [text for text in overrides if text != RESUME]
-    return ["train", path, *given, RESUME, f"cluster.address={address}"]
+    value = json.dumps(address) if address.startswith("[") else address  # else YAML takes brackets for a list
+    return ["train", path, *given, RESUME, f"cluster.address={value}"]
 
 
 def number_of_cpus() -> int:

@@ -81,6 +81,8 @@ def test_the_command_of_a_run_resumes_and_joins_the_cluster():
     arguments = train_arguments(path, given, "10.0.0.1:6379")
     assert arguments == ["train", path, "run.steps=2", "resume=auto", "cluster.address=10.0.0.1:6379"]
     assert launched_config(path, given).run.steps == 2
+    *_, override = train_arguments(path, given, "[fd77::1]:6379")
+    assert load_config(path, [override]).cluster.address == "[fd77::1]:6379"
 
 
 @pytest.mark.parametrize(
