@@ -17,6 +17,7 @@ from hybridengine import __version__
 from hybridengine.cli import (
     calibrate,
     convert,
+    demo,
     dispatch_bench,
     doctor,
     launch_kuberay,
@@ -47,6 +48,7 @@ GROUPS = {
 }
 COMMANDS = {
     "train": (train, "train a model as a configuration file says"),
+    "demo": (demo, "train a small model on this machine's CPU, in some minutes"),
     "calibrate": (calibrate, "measure this machine and fit the planner's cost model to it"),
     "convert": (convert, "turn a run's checkpoint into Hugging Face safetensors, or the other way round"),
     "doctor": (doctor, "examine an installation and a cluster, and print what to fix"),

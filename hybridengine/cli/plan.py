@@ -23,9 +23,9 @@ from hybridengine.planning.search.search import Found, Search
 from hybridengine.planning.search.shortage import shortage
 
 DESCRIPTION = """Choose placement and parallel sizes for a run: which models share devices, how many devices each pool
-has, (p, t, d) of every model with context ranks c and virtual stages v, written "2-2-1 c=2 v=2", and (p_g, t_g) of
-generation. Searches all placements, allocations and sizes, prunes by memory and by lower bounds, and says whether
-what it has found is exact.
+has, (p, t, d) of every model with context ranks c, virtual stages v, parts e of experts and their shards etp, written
+"2-2-1 c=2 v=2", and (p_g, t_g) of generation. Searches all placements, allocations and sizes, prunes by memory and by
+lower bounds, and says whether what it has found is exact.
 
 Nothing is started and no GPU is needed. Seconds and bytes are predicted from the figures of the cluster file
 (configs/clusters/; `hybridengine calibrate` measures those of the machine it runs on)."""
@@ -35,6 +35,8 @@ EPILOG = """examples:
   hybridengine plan configs/llama3-70b-16nodes.yaml --cluster configs/clusters/a100-80gb-16x8.yaml --out planned.yaml
   # the best with everything on the same devices, and with sizes that are given
   hybridengine plan CONFIG --cluster FILE --placement colocate --fix actor=4-8-4 --fix generate=1-8
+  # a mixture of experts, with sizes that are given
+  hybridengine plan configs/qwen3-235b.yaml --cluster configs/clusters/h100-80gb.yaml --fix 'generate=1-8 e=8'
   # how well the model predicts runs of this machine
   hybridengine calibrate && hybridengine plan --check runs/arithmetic
 

@@ -78,8 +78,9 @@ def add_run_options(parser: Any) -> None:
     )  # fmt: skip
     option(
         "--fix", action="append", default=[], metavar="NAME=SIZES",
-        help="sizes of a model, e.g. actor=1-8-16 (p-t-d), 'actor=4-2-2 c=2 v=5' (context ranks and virtual stages), or"
-        " generate=1-2 (p_g-t_g); can be repeated",
+        help="sizes of a model, e.g. actor=1-8-16 (p-t-d), 'actor=4-2-2 c=2 v=5' (context ranks and virtual stages),"
+        " 'actor=4-4-2 e=8 etp=1' (parts and shards of experts), generate=1-2 (p_g-t_g), or 'generate=1-8 e=8'; can be"
+        " repeated",
     )  # fmt: skip
 
 

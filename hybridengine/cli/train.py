@@ -18,8 +18,13 @@ EPILOG = """examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, e.g. configs/arithmetic.yaml")
+    add_run_options(parser)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a run other than its file."""
     option = parser.add_argument
-    option("config", metavar="CONFIG", help="YAML file, e.g. configs/arithmetic.yaml")
     option(
         "overrides", nargs="*", default=[], metavar="KEY=VALUE",
         help="values that replace those of the file, e.g. actor.parallel=2-2-1 (p-t-d), actor.generate=1-1 (p_g-t_g)",

@@ -139,7 +139,14 @@ def _lora(config: RunConfig, shape: ModelShape, dry_run: bool) -> Iterator[Confl
             )
     if shape.experts is None:
         return
-    if actor.parallel.expert_shards > 1 and {"linear_fc1", "linear_fc2"} & set(actor.lora.modules):
+    adapts_experts = bool({"linear_fc1", "linear_fc2"} & set(actor.lora.modules))
+    if adapts_experts and config.cluster.device == "cuda":
+        yield Conflict(
+            f"{named} adapts experts, which Transformer Engine groups on GPUs, where they cannot have adapters; set"
+            " actor.lora.modules=[linear_qkv, linear_proj]",
+            (key, "actor.lora.modules", "cluster.device"),
+        )
+    if adapts_experts and actor.parallel.expert_shards > 1:
         yield Conflict(
             f"{named} adapts experts, and actor.parallel={actor.parallel} shards them; set etp=1, or"
             " actor.lora.modules=[linear_qkv, linear_proj]",

@@ -15,6 +15,9 @@ from hybridengine.families.sizes import AdapterSizes
 
 MODULES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Linear layers of Megatron's decoder layers, those of experts among them."""
+_LATENT = ("linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
+_LAYERS = {"linear_qkv": ("linear_qkv", *_LATENT)}
+"""Module -> its layers where they are others than itself: queries, keys and values may come from latent attention."""
 FACTORS = ("lora_a", "lora_b")
 """Names of Megatron's parameters A and B, which belong to the layer itself."""
 
@@ -22,6 +25,12 @@ FACTORS = ("lora_a", "lora_b")
 def is_of_adapter(name: str) -> bool:
     """Return True for the names of an adapter's parameters and logical tensors."""
     return ".lora_" in name
+
+
+def is_adapted(layer: str, adapters: AdapterSizes) -> bool:
+    """Return True if the linear layer with this name is one of `adapters.modules`."""
+    name = layer.rpartition(".")[2]
+    return any(name in _LAYERS.get(module, (module,)) for module in adapters.modules)
 
 
 def factor_of(tensor: str, factor: str) -> str:
@@ -79,28 +88,27 @@ def vllm_adapters(
             yield from _factors(part, f"{layer}.lora_a[{number}]", f"{layer}.lora_b[{number}]", first)
 
 
-def _adapted(entries: Iterable[Entry], adapters: AdapterSizes | None) -> Iterator[Stack | Columns]:
+def _adapted(entries: Iterable[Entry], adapters: AdapterSizes | None) -> Iterator[Entry]:
     for entry in entries if adapters else ():
         layer, _, kind = entry.name.rpartition(".")
-        if kind == "weight" and layer.rpartition(".")[2] in adapters.modules:  # type: ignore[union-attr]
-            assert not isinstance(entry, Whole), "linear layers are sharded"
+        if kind == "weight" and is_adapted(layer, adapters):  # type: ignore[arg-type]
             yield entry
 
 
-def _weights(entry: Stack | Columns) -> tuple[str, ...]:
+def _weights(entry: Entry) -> tuple[str, ...]:
     """Return the logical tensors of an entry."""
-    return (entry.tensor,) if isinstance(entry, Columns) else tuple(one.tensor for one in entry.sections)
+    return tuple(one.tensor for one in entry.sections) if isinstance(entry, Stack) else (entry.tensor,)
 
 
-def _factors(entry: Stack | Columns, name_a: str, name_b: str, first: str | None = None) -> Iterator[Entry]:
+def _factors(entry: Entry, name_a: str, name_b: str, first: str | None = None) -> Iterator[Entry]:
     """Yield A and B of an entry; A is that of the logical tensor `first`, by default the entry's first one."""
     tensor_a = factor_of(first or _weights(entry)[0], "A")
-    if isinstance(entry, Columns):
-        yield Columns(name_a, tensor_a)
-        yield Whole(name_b, factor_of(entry.tensor, "B"))
-    else:
+    if isinstance(entry, Stack):
         yield Whole(name_a, tensor_a)
         yield replace(entry, name=name_b, sections=tuple(map(_rows_of_b, entry.sections)))
+    else:
+        yield replace(entry, name=name_a, tensor=tensor_a)
+        yield Whole(name_b, factor_of(entry.tensor, "B"))
 
 
 def _rows_of_b(rows: Rows) -> Rows:

@@ -56,6 +56,9 @@ CASES: dict[int, list[tuple[str, MegatronSettings]]] = {
 MIXTURE: dict[int, list[tuple[str, MegatronSettings]]] = {
     2: [("1-1-2 e=2", PLAIN), ("1-2-1 e=2 etp=1", FULL), ("1-1-2", PLAIN)]
 }
+LATENT: dict[int, list[tuple[str, MegatronSettings]]] = {
+    2: [("1-2-1 e=2 etp=1", PLAIN), ("1-2-1 e=2 etp=1", FULL), ("1-1-2 e=2", PLAIN), ("2-1-1", PLAIN)]
+}
 NORMED: dict[int, list[tuple[str, MegatronSettings]]] = {2: [("1-2-1", PLAIN), ("2-1-1", FULL)]}
 MODELS = [
     ("qwen2", True, CASES),
@@ -64,9 +67,10 @@ MODELS = [
     ("glm4", False, NORMED),
     ("granite", True, NORMED),
     ("qwen3_moe", False, MIXTURE),
+    ("deepseek_v3", False, LATENT),
 ]
 """Families with three tensors and with one for q, k and v, and for gate and up; tied and untied embeddings; norms of
-outputs; experts."""
+outputs; experts; latent attention beside a shared expert."""
 
 
 def adapted_trainer(

@@ -23,6 +23,7 @@ from hybridengine.reshard.vllm import vllm_layout
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import GenSizes, TrainSizes
+from tests.unit.numpy_shards import small_shape
 from tests.unit.plan_cases import EXPERT_CASES, FEW, Case
 from tests.unit.test_config import problems_of
 
@@ -142,3 +143,25 @@ def test_sharded_experts_have_no_adapters(monkeypatch: pytest.MonkeyPatch) -> No
     assert "adapts experts, and actor.parallel=1-2-2 shards them; set etp=1" in problem
     attention = "actor.lora.modules=[linear_qkv, linear_proj]"
     assert load_config("configs/moe.yaml", [*changes, attention], dry_run=True).actor.lora.rank == 8
+
+
+def test_experts_have_no_adapters_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    changes = ("actor.lora.rank=8", "cluster.device=cuda")
+    (problem,) = problems_of(Path("configs/moe.yaml"), *changes, dry_run=True)
+    assert "adapts experts, which Transformer Engine groups on GPUs" in problem
+    attention = "actor.lora.modules=[linear_qkv, linear_proj]"
+    assert load_config("configs/moe.yaml", [*changes, attention], dry_run=True).actor.lora.rank == 8
+
+
+def test_latent_attention_has_adapters_of_its_four_projections() -> None:
+    base = small_shape("deepseek_v3")
+    shape = base.with_adapters(AdapterSizes(8, 16.0, ("linear_qkv",)))
+    prefix, layer = "base_model.model.", "model.layers.1.self_attn."
+    found = {name.removeprefix(prefix + layer) for name in shape.peft_tensors if layer in name}
+    projections = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+    assert found == {f"{name}.lora_{factor}.weight" for name in projections for factor in "AB"}
+    for name in projections:
+        rows, columns = base.tensors[f"{layer}{name}.weight"]
+        factors = [shape.adapter_tensors[f"{layer}{name}.lora_{factor}.weight"] for factor in "AB"]
+        assert factors == [(8, columns), (rows, 8)]

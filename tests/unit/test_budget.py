@@ -53,9 +53,8 @@ def test_a_server_has_room_for_the_adapters_of_its_clients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the device those that an engine has loaded, in host memory the models that wait for the next request."""
-    monkeypatch.chdir(
-        tmp_path
-    )  # the checkpoint that the configuration names may be in the folder of the repository
+    # The checkpoint that the configuration names may be in the folder of the repository.
+    monkeypatch.chdir(tmp_path)
 
     def served(*overrides: str) -> RunConfig:
         shape = ["model.hf_config=llama3-70b", "cluster.ranks_per_node=[8]", "model.dtype=bfloat16"]

@@ -116,6 +116,15 @@ def test_dry_runs_of_all_configurations_import_nothing_heavy(tmp_path: Path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_demo_is_the_main_job(capsys: pytest.CaptureFixture[str]):
+    """From a configuration inside the package, which an installed one has too."""
+    outputs = []
+    for command in (["demo"], ["train", str(ROOT / "configs/arithmetic.yaml")]):
+        assert main([*command, "actor.generate=1-2", "--dry-run"]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != ""
+
+
 def test_dry_run_shows_the_papers_example(capsys: pytest.CaptureFixture[str]):
     """1-4-2 -> 1-2: a rank receives 1/4 of the model (table 2), and the groups are those of figure 8."""
     sizes = (

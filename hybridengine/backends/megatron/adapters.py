@@ -5,6 +5,7 @@ The sharded factor of a layer has the layer's shards; the other one is the same 
 
     column-parallel layer   A whole, B sharded   the numbers are copied, or gathered from the parts of the sequence
     row-parallel layer      A sharded, B whole   they are summed, or summed and scattered over the parts of the sequence
+    whole layer             A whole, B whole     nothing: down projections of latent attention
 
 With sequence parallelism a rank computes a part of the whole factor's gradient, which Megatron-core sums by its mark.
 """
@@ -30,12 +31,13 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from hybridengine.errors import ConfigError
-from hybridengine.families.adapters import FACTORS
+from hybridengine.families.adapters import FACTORS, is_adapted
 from hybridengine.families.family import is_of_expert
 from hybridengine.families.sizes import AdapterSizes
 from hybridengine.weights.storage import WeightStorage
 
 ROW_PARALLEL = ("linear_proj", "linear_fc2")
+WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")
 
 
 def add_adapters(
@@ -48,12 +50,17 @@ def add_adapters(
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for name, layer in list(model.named_modules()):
-        if name.startswith("decoder.") and name.rpartition(".")[2] in adapters.modules:
+        if name.startswith("decoder.") and is_adapted(name, adapters):
             group = groups.expt_tp if is_of_expert(name) else groups.tp
-            if not hasattr(layer, "weight") or (is_of_expert(name) and group.size() > 1):
+            if not hasattr(layer, "weight"):
                 raise ConfigError(
-                    f"actor.lora.modules={list(adapters.modules)} adapt {name}, whose experts are grouped or sharded"
-                    " (etp > 1); set etp=1, or adapt linear_qkv and linear_proj alone"
+                    f"actor.lora.modules={list(adapters.modules)} adapt {name}, whose experts Transformer Engine groups"
+                    " on GPUs; set actor.lora.modules=[linear_qkv, linear_proj]"
+                )
+            if is_of_expert(name) and group.size() > 1:
+                raise ConfigError(
+                    f"actor.lora.modules={list(adapters.modules)} adapt {name}, whose experts are sharded (etp > 1); set"
+                    " etp=1, or actor.lora.modules=[linear_qkv, linear_proj]"
                 )
             _Adapter(layer, name.rpartition(".")[2], adapters, group, sequence_parallel)
             if is_of_expert(name):
@@ -82,16 +89,18 @@ class _Adapter:
         sequence_parallel: bool,
     ) -> None:
         self._scale, self._group = adapters.scale, group
-        self._is_row_parallel = kind in ROW_PARALLEL
+        self._is_row_parallel, self._is_whole = kind in ROW_PARALLEL, kind in WHOLE
         self._sequence_parallel = sequence_parallel and group.size() > 1
         num_rows, num_columns = layer.weight.shape
         like = {"dtype": layer.weight.dtype, "device": layer.weight.device}
         layer.lora_a = nn.Parameter(torch.zeros(adapters.rank, num_columns, **like))
         layer.lora_b = nn.Parameter(torch.zeros(num_rows, adapters.rank, **like))
-        factors = (layer.lora_a, layer.lora_b) if self._is_row_parallel else (layer.lora_b, layer.lora_a)
-        sharded, whole = factors
-        set_tensor_model_parallel_attributes(sharded, True, 1 if self._is_row_parallel else 0, 1)
-        whole.sequence_parallel = self._sequence_parallel  # type: ignore[attr-defined]
+        factors = [layer.lora_a, layer.lora_b]
+        if not self._is_whole:
+            sharded = factors.pop(0 if self._is_row_parallel else 1)
+            set_tensor_model_parallel_attributes(sharded, True, 1 if self._is_row_parallel else 0, 1)
+        for whole in factors:
+            whole.sequence_parallel = self._sequence_parallel
         layer.adapter = self
         layer.register_forward_hook(self.add, prepend=True)  # before the norm of an output
         self.is_on = True
@@ -102,7 +111,7 @@ class _Adapter:
             return output
         result, bias = output
         inner = F.linear(_product_input(layer, args[0]), layer.lora_a)
-        if self._group.size() > 1:
+        if self._group.size() > 1 and not self._is_whole:
             inner = self._exchanged(inner)
         return torch.add(result, F.linear(inner, layer.lora_b), alpha=self._scale), bias
 

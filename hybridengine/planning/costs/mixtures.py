@@ -9,6 +9,8 @@ rank has n tokens; copies of them, n·num_active rows, go to the experts:
                  gathers those of the etp shards (all-gather), sorts them by the rank's experts; and back the same way
     experts      Transformer Engine's grouped matrices keep their inputs, the rows and the product of gate and up; the
                  product's function keeps gate and up, and the probability of each row
+    shared       an MLP sharded over t, as that of a dense layer: it keeps gate, up and their product, and its output
+                 exists until that of the experts is added
 
 All experts are assumed to get equally many tokens; a run's fullest rank has more. Recomputation of MLPs
 (`recompute=selective`) computes the whole layer behind the norm again, with its messages.
@@ -58,10 +60,11 @@ def mixture_bytes(
     # Softmax is over the chosen experts alone if their weights add up to 1.
     probabilities = 4 * (experts.num_active if experts.normalizes else experts.num_experts)
     routing = probabilities + 2 * INDEX_BYTES * experts.num_active + 2 * (element + 1) * experts.num_experts
-    kept = hidden + routing + arrived + rows * element + 3 * product
+    shared, shared_output = 3 * experts.shared_size * element, hidden if experts.shared_size else 0
+    kept = hidden + routing + arrived + rows * element + 3 * product + shared
     # The rows sent, and those received, live until the layer returns; the experts' output exists in two orders, and
     # beside the result of a reduce-scatter, for which NCCL copies equal parts into one tensor.
-    outside = sent * (2 if sizes.expert_parts > 1 else 1)
+    outside = shared_output + sent * (2 if sizes.expert_parts > 1 else 1)
     outputs = 2 * arrived
     if sizes.expert_shards > 1:
         outputs += sent + (arrived if sizes.expert_parts == 1 else 0)

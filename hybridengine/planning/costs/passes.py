@@ -118,6 +118,8 @@ class ModelPasses:
         experts_s = 0.0
         if self.shape.experts:
             experts_s = dispatch_s(fabric, self.shape, self.sizes, micro.tokens / c, self.dtype)
+            if self.shape.experts.shared_size:  # an MLP sharded as that of a dense layer
+                experts_s += all_reduce_s
         slots = [
             passes * own
             + (dense + mixed) * attention_s
