@@ -75,7 +75,7 @@ gpu-test: install ## what one GPU of 80 GB shows in ten minutes (docs/how-to/gpu
 
 # Those of tests/machines itself are part of `make test`.
 .PHONY: test-machines
-test-machines: install ## runs over several hosts, made on this machine (Linux, as root)
+test-machines: install schedulers ## runs and launches over several hosts, made on this machine (Linux, as root)
 	$(VENV)/bin/python -m pytest $(if $(strip $(ARGS)),$(ARGS),tests/machines/runs)
 
 # They take minutes, and have an environment of their own for the clients, which know nothing of this project.
@@ -86,6 +86,10 @@ test-clients: install $(CLIENTS_STAMP) ## published clients (Tinker, OpenAI, ver
 .PHONY: test-verl
 test-verl: $(VERL_STAMP) ## verl's own trainer on this engine, in an environment with verl
 	$(VERL)/bin/python -m pytest $(if $(strip $(ARGS)),$(ARGS),tests/verl)
+
+.PHONY: schedulers
+schedulers: install
+	@$(VENV)/bin/python -m tests.machines.programs
 
 .PHONY: browser
 browser: install

@@ -49,3 +49,15 @@ def run_lock(run_folder: Path, warn: Callable[[str], None]) -> Iterator[None]:
             ) from None
         yield
         file.truncate(0)
+
+
+def is_locked(file: Path) -> bool:
+    """Return True if a process holds the lock of a run's folder, whose file is given; False if this cannot be known."""
+    try:
+        with file.open("rb") as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

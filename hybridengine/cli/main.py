@@ -20,6 +20,10 @@ from hybridengine.cli import (
     demo,
     dispatch_bench,
     doctor,
+    launch_kuberay,
+    launch_node,
+    launch_slurm,
+    launch_ssh,
     plan,
     rehearse,
     report,
@@ -38,6 +42,7 @@ from hybridengine.redaction import without_secrets
 TERMINATED = 128 + signal.SIGTERM
 """Exit status of a command that SIGTERM has ended."""
 GROUPS = {
+    "launch": "start a run on several machines: through SLURM, KubeRay or ssh",
     "reshard": "plan or measure the switch between training and generation",
     "bench": "measure a whole step beside TRL, what handing rows over costs, and what the Tinker server adds",
 }
@@ -55,6 +60,10 @@ COMMANDS = {
     "report": (report, "write a run's report as an HTML page"),
     "serve": (serve, "serve clients of the Tinker API, which train and sample with scripts of their own"),
     "simulate": (simulate, "simulate synchronous and asynchronous training on a cluster; starts nothing"),
+    "launch slurm": (launch_slurm, "write a batch script for SLURM, or submit it"),
+    "launch kuberay": (launch_kuberay, "write a RayJob manifest for KubeRay, or apply it"),
+    "launch ssh": (launch_ssh, "run on hosts of a list, with spare ones in place of those that fail"),
+    "launch node": (launch_node, "what each node of a launch runs"),
     "reshard plan": (reshard_plan, "plan the switch for a cluster: bytes, memory, seconds; starts nothing"),
     "reshard bench": (reshard_bench, "measure the switch on real ranks, beside the methods that others use"),
     "bench dispatch": (dispatch_bench, "hand a batch to another worker group, also through the controller"),

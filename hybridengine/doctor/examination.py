@@ -50,6 +50,7 @@ from hybridengine.doctor.node_facts import (
 from hybridengine.errors import ConfigError, HybridEngineError
 from hybridengine.formatting import format_bytes, format_seconds
 from hybridengine.rows.protocols import ONE_TO_ALL, RankContext, register
+from hybridengine.topology.nodes import choose_nodes, order_pools
 from hybridengine.topology.sizes import TrainSizes
 
 START_LIMIT_S = 120.0
@@ -112,10 +113,10 @@ def ranks_on_nodes(
     rooms = [offer.num_ranks(1, use_gpus) for offer in offers]
     names, places = list(pools), dict[str, list[str]]()
     misfits = list[str]()
-    for place in cluster.order_pools(list(pools.values()), rooms):
+    for place in order_pools(list(pools.values()), rooms):
         pool = pools[names[place]]
         problems = cluster.capacity_problems(pool, 1, use_gpus, offers)
-        nodes = cluster.choose_nodes(pool, rooms)
+        nodes = choose_nodes(pool, rooms)
         if problems or nodes is None:
             misfits += problems or [
                 f"ranks_per_node={list(pool)} finds no room beside the ranks of the other pools; put roles on the"

@@ -17,7 +17,7 @@ from hybridengine.config.reward_sections import RewardSection
 from hybridengine.config.run_config import SCORERS
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.controller.calls import call_log
-from hybridengine.controller.cluster import node_offers, order_pools, start_ray
+from hybridengine.controller.cluster import node_offers, start_ray
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.rewards import score_column
@@ -25,6 +25,7 @@ from hybridengine.drivers.roles import BaseOfActor, Roles, Scorers
 from hybridengine.errors import ConfigError, raise_all
 from hybridengine.planning.devices import Placed, device_problems, fp8_problems
 from hybridengine.rollouts.engines import Engines
+from hybridengine.topology.nodes import order_pools
 from hybridengine.topology.sizes import TrainSizes
 from hybridengine.training.dry_run import budgets_of
 

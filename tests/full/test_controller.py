@@ -16,14 +16,13 @@ import ray
 from hybridengine.controller.cluster import (
     NodeOffer,
     capacity_problems,
-    choose_nodes,
     node_key,
-    order_pools,
 )
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.errors import ProtocolError, WorkerError
+from hybridengine.topology.nodes import choose_nodes, order_pools
 from tests.full.probe_workers import ProbeWorker, batch_of
 
 

@@ -1,0 +1,247 @@
+"""`hybridengine launch node`: Ray on one node of a launch, and on the first node the run."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridengine.checkpoints.run_lock import is_locked
+from hybridengine.errors import HybridEngineError, WorkerError
+from hybridengine.launch.addresses import answering, common_address, own_addresses, reached
+from hybridengine.launch.alive import LiveNodes
+from hybridengine.launch.meeting import END, HEAD, POLL_S, RAY, REPORT_EVERY_S, STOP, Meeting, listed
+from hybridengine.launch.ray_node import RayNode, fated, token_environment
+from hybridengine.launch.stopping import Stopping
+
+NODE_LOST = 75
+"""Exit status of a launch that has lost a node, and may succeed on others (EX_TEMPFAIL of sysexits.h)."""
+LOOPBACK = "127.0.0.1"
+ANSWER_LIMIT_S = 60.0
+"""Time limit for Ray to say which nodes it still has."""
+SAVE_LIMIT_S = 600.0
+"""Time limit for a run to save its step and end once nobody launches it any more."""
+LOCK_LIMIT_S, LOCK_POLL_S = 150.0, 5.0
+"""A file server frees the locks of a machine that has died after its lease, 90 s with Linux's NFS."""
+FAILED = "failed-*.json"
+
+
+@dataclass(frozen=True)
+class NodeTask:
+    """What one node of a launch has to do."""
+
+    hosts: tuple[str, ...]
+    """Names of all nodes; the first one leads."""
+    index: int
+    """Position of this node in `hosts`."""
+    folder: Path
+    """Folder of this launch, which all nodes see."""
+    num_cpus: int
+    num_gpus: int | None
+    """GPUs that Ray offers; None lets Ray count them."""
+    run: Callable[[str], Sequence[str]]
+    """Arguments of `hybridengine` that carry out the run on the cluster at an address."""
+    lock_file: Path
+    """Lock of the run's folder, which an earlier attempt on a node that has died may hold for a while."""
+    start_limit_s: float
+    """Time limit until all nodes have joined."""
+    interface: str | None = None
+    address: str | None = None
+    attached: bool = False
+    """True if the node ends when its standard input does."""
+
+    @property
+    def host(self) -> str:
+        """Name of this node."""
+        return self.hosts[self.index]
+
+    def log(self) -> Path:
+        """Return the file of what Ray prints on this node."""
+        return self.folder / f"ray-{self.index}-{self.host.replace('/', '_')}.log"
+
+
+def run_node(task: NodeTask, say: Callable[[str], None]) -> int:
+    """Do what a node has to do, until the launch ends; return the exit status: on the first node that of the run."""
+    stopping = Stopping(leads=task.index == 0, attached=task.attached, say=say)
+    meeting = Meeting(task.folder, say)
+    if task.index == 0:
+        return Lead(task, meeting, stopping, say).carry_out()
+    try:
+        _follow(task, meeting, stopping, say)
+    except HybridEngineError as error:
+        meeting.write(FAILED.replace("*", str(task.index)), host=task.host, reason=str(error))
+        raise
+    return 0
+
+
+def _follow(task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[[str], None]) -> None:
+    """Join the Ray of the first node, and leave it when that node says so."""
+
+    def check() -> None:
+        stopping.check()
+        meeting.check_running()
+
+    deadline = time.monotonic() + task.start_limit_s
+    leader = {HEAD: task.hosts[0]}
+    head = meeting.wait(leader, deadline, "the first node", check=stopping.check)[HEAD]
+    allowed = own_addresses(task.interface, task.address)
+    found = reached(head["addresses"], head["port"], head["secret"])
+    ways = {theirs: own for theirs, own in found.items() if own in allowed}
+    meeting.write(f"node-{task.index}.json", ways=ways)
+    ray = meeting.wait({RAY: task.hosts[0]}, deadline, "Ray on the first node", check=stopping.check)[RAY]
+    own = ways[ray["node"]]
+    with RayNode(
+        own,
+        ray["address"],
+        token_environment(meeting.token_file),
+        task.log(),
+        num_cpus=task.num_cpus,
+        num_gpus=task.num_gpus,
+    ) as ray_node:
+        ray_node.wait(deadline, check)
+        say(f"{task.host} has joined Ray at {ray['address']} from {own}")
+        while (end := meeting.read(END)) is None:
+            ray_node.check()
+            stopping.check()
+            time.sleep(POLL_S)
+    say(f"{task.host} is done: {end['reason'] or 'the run has ended'}")
+
+
+class Lead:
+    """The first node: it starts Ray's head, waits for the other nodes, and carries out the run."""
+
+    def __init__(
+        self, task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[[str], None]
+    ) -> None:
+        self._task, self._meeting, self._stopping, self._say = task, meeting, stopping, say
+        self._deadline = time.monotonic() + task.start_limit_s
+        self._addresses: dict[str, str] = {}
+        """Address -> name of each node."""
+
+    def carry_out(self) -> int:
+        """Return the exit status of the run, or NODE_LOST; tell the other nodes when it has ended."""
+        task, status, reason = self._task, 1, ""
+        with ExitStack() as ends:
+            ends.callback(self._meeting.close)
+            try:
+                own = self._meet()
+                environment = token_environment(self._meeting.write_token())
+                ray_node = ends.enter_context(
+                    RayNode(
+                        own, None, environment, task.log(), num_cpus=task.num_cpus, num_gpus=task.num_gpus
+                    )
+                )
+                ray_node.wait(self._deadline, self._check)
+                self._meeting.write(RAY, address=ray_node.address, node=own)
+                environment["RAY_ADDRESS"] = ray_node.address
+                self._wait_for_nodes(ray_node, environment)
+                status = self._run(ray_node.address, environment)
+                if status and not self._stopping.asked and (lost := self._lost(environment)):
+                    status, reason = NODE_LOST, f"{listed(lost)} left Ray while the run went on"
+                    self._say(f"{reason}; the launch may be started again on other nodes")
+            except BaseException as error:
+                reason = str(error) or type(error).__name__
+                raise
+            finally:
+                self._meeting.write(END, status=status, reason=reason)
+        return status
+
+    def _meet(self) -> str:
+        """Return the address of this node that all others reach, once they have said so."""
+        task = self._task
+        if len(task.hosts) == 1:
+            self._addresses = {LOOPBACK: task.host}
+            return LOOPBACK
+        candidates = own_addresses(task.interface, task.address, task.host)
+        secret = secrets.token_hex(16)
+        with answering(secret) as port:
+            self._meeting.write(HEAD, addresses=candidates, port=port, secret=secret)
+            files = {f"node-{index}.json": name for index, name in enumerate(task.hosts) if index}
+            said = self._meeting.wait(files, self._deadline, "other nodes", check=self._check)
+        found = {files[name]: values["ways"] for name, values in said.items()}
+        own = common_address(candidates, found)
+        self._addresses = {own: task.host} | {ways[own]: name for name, ways in found.items()}
+        if len(self._addresses) < len(task.hosts):
+            self._addresses = {}  # several on one machine: counted, not named
+        return own
+
+    def _wait_for_nodes(self, ray_node: RayNode, environment: Mapping[str, str]) -> None:
+        """Wait until Ray has all nodes; raise WorkerError if it does not within the limit."""
+        reported, total = 0.0, len(self._task.hosts)
+        with LiveNodes(environment) as live:
+            while missing := self._missing(live.addresses()):
+                self._check()
+                ray_node.check()
+                state = f"{total - len(missing)} of {total} nodes; waiting for {listed(missing)}"
+                now = time.monotonic()
+                if now >= self._deadline:
+                    raise WorkerError(
+                        f"{state} since {self._task.start_limit_s:g} s, which is the limit; see Ray's logs in"
+                        f" {self._task.folder}, or raise --start-limit"
+                    )
+                if now - reported >= REPORT_EVERY_S:
+                    self._say(state)
+                    reported = now
+                time.sleep(POLL_S)
+        self._say(f"{total} of {total} nodes; starting the run")
+
+    def _missing(self, alive: Sequence[str] | None) -> list[str]:
+        """Return the nodes that are not among those that Ray has, given by address; all if Ray does not answer."""
+        if alive is None:
+            return list(self._task.hosts)
+        if self._addresses:
+            return [name for address, name in self._addresses.items() if address not in alive]
+        return list(self._task.hosts[len(alive) :])
+
+    def _lost(self, environment: Mapping[str, str]) -> list[str]:
+        """Return the nodes that Ray lacks now."""
+        with LiveNodes(environment) as live:
+            return self._missing(live.wait(ANSWER_LIMIT_S))
+
+    def _run(self, address: str, environment: Mapping[str, str]) -> int:
+        """Carry out the run in a process of its own, and return its exit status."""
+        self._wait_for_lock()
+        command = [sys.executable, "-m", "hybridengine.cli.main", *self._task.run(address)]
+        process = fated(command, env=dict(environment))
+        self._stopping.pass_to(process)
+        give_up = None
+        while True:
+            try:
+                status = process.wait(POLL_S)
+            except subprocess.TimeoutExpired:
+                self._hear()
+                if self._stopping.is_cut_off and give_up is None:
+                    process.terminate()
+                    give_up = time.monotonic() + SAVE_LIMIT_S
+                if give_up is not None and time.monotonic() > give_up:
+                    process.kill()
+                continue
+            return status if status >= 0 else 128 - status
+
+    def _wait_for_lock(self) -> None:
+        """Wait until no earlier attempt holds the run's folder; after LOCK_LIMIT_S the run itself says who does."""
+        deadline = time.monotonic() + LOCK_LIMIT_S
+        while is_locked(self._task.lock_file) and time.monotonic() < deadline:
+            self._check()
+            self._say(f"waiting for {self._task.lock_file}, which an earlier attempt holds")
+            time.sleep(LOCK_POLL_S)
+
+    def _hear(self) -> None:
+        """Take the launcher's file for a signal, once."""
+        if not self._stopping.asked and (self._meeting.folder / STOP).exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _check(self) -> None:
+        """Raise WorkerError if another node has failed, or this one is asked to stop."""
+        self._hear()
+        self._stopping.check()
+        for file in sorted(self._meeting.folder.glob(FAILED)):
+            if (failed := self._meeting.read(file.name)) is not None:
+                raise WorkerError(f"node {failed['host']}: {failed['reason']}")

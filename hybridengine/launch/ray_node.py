@@ -1,0 +1,150 @@
+"""Ray on one node of a launch: a child process, with which all of Ray's processes end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from hybridengine.errors import WorkerError
+from hybridengine.files import writing
+
+STOP_LIMIT_S = 20.0
+"""Time limit for Ray's processes to end by themselves."""
+PR_SET_PDEATHSIG = 1
+LAST_LINES = 12
+START_ATTEMPTS = 3
+"""Number of attempts to start Ray, whose processes have 30 s: too short on a busy machine."""
+STARTED = b"Ray runtime started"
+"""What `ray start` prints once its processes answer."""
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0"}
+
+
+def fated(command: list[str], **settings: object) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own that is killed when this process ends, however that happens."""
+    parent, prctl = os.getpid(), ctypes.CDLL(None).prctl
+
+    def share_fate() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return subprocess.Popen(command, start_new_session=True, preexec_fn=share_fate, **settings)  # pyright: ignore
+
+
+def token_environment(token_file: Path) -> dict[str, str]:
+    """Return this process's environment with the token of a launch for Ray."""
+    environment = {**QUIET, **os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
+    environment.pop("RAY_AUTH_TOKEN", None)
+    environment.pop("RAY_ADDRESS", None)
+    return environment
+
+
+class RayNode:
+    """Ray's processes on this node; a context manager that ends them."""
+
+    def __init__(
+        self,
+        own_address: str,
+        head_address: str | None,
+        environment: Mapping[str, str],
+        log: Path,
+        *,
+        num_cpus: int,
+        num_gpus: int | None,
+    ) -> None:
+        """Start Ray at an address of this node; as the head if `head_address` is None.
+
+        Without `num_gpus`, Ray counts the GPUs. All ports but the head's are chosen by the system.
+        """
+        self._own, self._head = own_address, head_address
+        self._environment, self._log = dict(environment), log
+        self._offer = [f"--num-cpus={num_cpus}"] + ([] if num_gpus is None else [f"--num-gpus={num_gpus}"])
+        self._attempts = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._attempts += 1
+        # Short: paths of Unix sockets have at most 107 characters. Ray's /tmp/ray may be another user's.
+        self._folder = Path(tempfile.mkdtemp(prefix="he-ray-"))
+        self.address = self._head or _joined(self._own, _free_port(self._own))
+        options = [f"--node-ip-address={self._own}", *self._offer]
+        if self._head is None:
+            port = self.address.rpartition(":")[2]
+            options += ["--head", f"--port={port}", "--include-dashboard=false"]
+            options += [f"--ray-client-server-port={_free_port(self._own)}"]  # it cannot be left out
+        else:
+            options += [f"--address={self._head}"]
+        options += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
+        options += [f"--temp-dir={self._folder}", "--disable-usage-stats", "--block"]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options]
+        with writing(self._log), self._log.open("wb") as output:
+            self._process = fated(
+                command, env=self._environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+
+    def __enter__(self) -> RayNode:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def wait(self, deadline: float, check: Callable[[], None]) -> None:
+        """Wait until Ray has started here; start it again if it ends before, as it does on a busy machine.
+
+        `check` raises what makes waiting pointless; WorkerError at `deadline`, a time of `time.monotonic`, or if Ray has
+        ended START_ATTEMPTS times.
+        """
+        while STARTED not in self._log.read_bytes():
+            check()
+            if self._process.poll() is not None and self._attempts < START_ATTEMPTS:
+                self.stop()
+                self._start()
+            self.check()
+            if time.monotonic() >= deadline:
+                raise WorkerError(
+                    f"Ray on host {socket.gethostname()} has not started within the limit; see {self._log}, or raise"
+                    " --start-limit"
+                )
+            time.sleep(0.2)
+
+    def check(self) -> None:
+        """Raise WorkerError, with the end of Ray's output, if Ray has ended."""
+        if self._process.poll() is None:
+            return
+        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        said = "\n  ".join(lines[-LAST_LINES:])
+        raise WorkerError(
+            f"Ray on host {socket.gethostname()} has ended with status {self._process.returncode}; {self._log} says:\n"
+            f"  {said}"
+        )
+
+    def stop(self) -> None:
+        """End Ray's processes and remove their files; idempotent."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_LIMIT_S)
+        if self._process.poll() is None:
+            self._process.kill()  # the kernel kills its children
+            self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _free_port(address: str) -> int:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as listener:
+        return listener.getsockname()[1]
+
+
+def _joined(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

@@ -1,0 +1,152 @@
+"""Batch scripts of SLURM: every node of the job runs `hybridengine launch node`."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hybridengine.errors import ConfigError, shown
+from hybridengine.launch.meeting import STOP
+from hybridengine.launch.node import NODE_LOST
+from hybridengine.launch.shape import Shape
+
+SUBMIT_LIMIT_S = 120.0
+
+SCRIPT = """#!/bin/bash
+# {name}: {shape}.
+# Written by `hybridengine launch slurm`; submit it with sbatch.
+{directives}
+
+cd {folder} || exit 2
+{setup}launch={run_folder}/launch/$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}
+mkdir -p -m 700 "$launch" || exit 2
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd, -)
+echo "$(date +%FT%T) job $SLURM_JOB_ID, start $((${{SLURM_RESTART_COUNT:-0}} + 1)), on $hosts; logs in $launch"
+
+srun --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --input=none --output="$launch/%N.log" --open-mode=append{srun} \\
+  {command} \\
+  --hosts "$hosts" --launch-folder "$launch" &
+step=$!
+
+# SLURM signals this script alone, before the time limit. A file tells the first node, and the run saves its step: SLURM
+# would signal each process of the nodes, and srun would kill them.
+signals=0 requeue=0
+trap 'signals=$((signals + 1)); requeue=1; touch "$launch/{stop}"' TERM
+trap 'signals=$((signals + 1)); touch "$launch/{stop}"' USR1
+while :; do
+  before=$signals
+  wait "$step"
+  status=$?
+  [ "$before" -eq "$signals" ] && break
+done
+echo "$(date +%FT%T) the run has ended with status $status"
+[ "$status" -eq 0 ] || tail -n 20 "$launch/${{hosts%%,*}}.log"
+
+# Start again on nodes that SLURM chooses, from the last checkpoint: after the time limit, and after a node was lost.
+if [ "$requeue" -eq 1 ] || [ "$status" -eq {node_lost} ]; then
+  state=$(squeue --noheader --job "$SLURM_JOB_ID" --format=%T)
+  if [ "$state" = RUNNING ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {retries} ]; then
+    echo "$(date +%FT%T) requeued"
+    scontrol requeue "$SLURM_JOB_ID" && sleep 60
+  fi
+fi
+exit "$status"
+"""
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """What a batch script says besides the run."""
+
+    name: str
+    shape: Shape
+    run_folder: str
+    folder: str
+    """Folder in which all nodes start."""
+    python: str
+    """Python of the installation."""
+    arguments: Sequence[str]
+    """Arguments of `hybridengine` on every node, but for hosts and the folder of the launch."""
+    setup: str
+    """Shell commands carried out first; empty for none."""
+    exclusive: bool
+    directives: Mapping[str, str]
+    """Further options of sbatch, by long name; an empty value is a flag."""
+    step_options: Mapping[str, str]
+    """Further options of srun, by long name."""
+    cpus_per_node: int | None
+    signal_before_s: int
+    """Seconds before the time limit at which the run is asked to save its step."""
+    retries: int
+    """Starts after the first one."""
+
+
+def script(job: SlurmJob) -> str:
+    """Return the batch script of a job.
+
+    Raises:
+        ConfigError: a value has a blank or a line break, which would end a directive.
+    """
+    directives = {
+        "job-name": job.name,
+        "nodes": str(job.shape.num_nodes),
+        "ntasks-per-node": "1",
+        **({"cpus-per-task": str(job.cpus_per_node)} if job.cpus_per_node else {}),
+        **({"gpus-per-node": str(job.shape.num_gpus)} if job.shape.num_gpus else {}),
+        **({"exclusive": ""} if job.exclusive else {}),
+        "requeue": "",
+        "open-mode": "append",
+        "output": "slurm-%x-%j.log",
+        "signal": f"B:TERM@{job.signal_before_s}",
+        **job.directives,
+    }
+    steps = {**({"cpus-per-task": str(job.cpus_per_node)} if job.cpus_per_node else {}), **job.step_options}
+    for name, value in [*directives.items(), *steps.items()]:
+        if name != shlex.quote(name) or value != "".join(value.split()):
+            raise ConfigError(
+                f"--{name} {shown(value)} has blanks or line breaks, which end an option of SLURM; write it without"
+            )
+    return SCRIPT.format(
+        name=job.name,
+        shape=job.shape,
+        directives="\n".join(f"#SBATCH {_option(*item)}" for item in directives.items()),
+        folder=shlex.quote(job.folder),
+        setup=f"{job.setup} || exit 2\n" if job.setup else "",
+        run_folder=shlex.quote(job.run_folder),
+        srun="".join(f" {shlex.quote(_option(*item))}" for item in steps.items()),
+        command=shlex.join([job.python, "-m", "hybridengine.cli.main", *job.arguments]),
+        node_lost=NODE_LOST,
+        stop=STOP,
+        retries=job.retries,
+    )
+
+
+def submit(text: str) -> str:
+    """Submit a batch script, and return what sbatch says; raise ConfigError if it refuses."""
+    return run_program(["sbatch"], text, "SLURM's sbatch", "submit the script where SLURM's commands are")
+
+
+def run_program(command: Sequence[str], text: str, program: str, remedy: str) -> str:
+    """Return the output of a scheduler's program that reads `text`; raise ConfigError if it is missing or refuses."""
+    try:
+        done = subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=SUBMIT_LIMIT_S, check=False
+        )
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{program} is not installed on this machine; {remedy}, written with --output FILE"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"{program} has not answered within {SUBMIT_LIMIT_S:g} s; see whether the scheduler runs"
+        ) from None
+    if done.returncode:
+        said = done.stderr.strip() or done.stdout.strip() or f"status {done.returncode}"
+        raise ConfigError(f"{program} refuses the job: {said}; correct the options, or the cluster")
+    return done.stdout.strip()
+
+
+def _option(name: str, value: str) -> str:
+    return f"--{name}={value}" if value else f"--{name}"

@@ -1,0 +1,252 @@
+"""Launch over ssh: hosts of a list that answer carry out the run, and spare ones take the place of those that fail."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridengine.errors import ConfigError, UnreadableError, WorkerError
+from hybridengine.files import read_text
+from hybridengine.launch.meeting import listed
+from hybridengine.launch.node import NODE_LOST
+
+ALIVE_INTERVAL_S, ALIVE_COUNT, CONNECT_LIMIT_S = 15, 4, 10
+SSH = (
+    "ssh",
+    *("-o", "BatchMode=yes"),
+    *("-o", f"ConnectTimeout={CONNECT_LIMIT_S}"),
+    *("-o", f"ServerAliveInterval={ALIVE_INTERVAL_S}"),
+    *("-o", f"ServerAliveCountMax={ALIVE_COUNT}"),
+)
+SSH_FAILED = 255
+"""Exit status of ssh that has no connection any more."""
+CHECK_LIMIT_S = 60.0
+"""Time limit for a host to answer before the launch."""
+GRACE_S = 180.0
+"""Time for the run to end by itself after one of its nodes has failed."""
+CLOSE_LIMIT_S = 60.0
+"""Time for a node to end after the launcher has closed its input."""
+
+
+@dataclass(frozen=True)
+class SshLaunch:
+    """A launch over ssh."""
+
+    hosts: tuple[str, ...]
+    """Hosts as ssh takes them, in the order in which they are used; the first ones that answer."""
+    num_nodes: int
+    folder: str
+    """Folder in which hosts start: the same on all of them."""
+    setup: str
+    """Shell commands that each host carries out first; empty for none."""
+    python: str
+    """Python of the installation, on every host."""
+    options: tuple[str, ...]
+    """Further options of ssh."""
+    arguments: Callable[[Sequence[str], int, int], Sequence[str]]
+    """Arguments of `hybridengine` for all hosts, the index of one, and the number of the attempt."""
+    retries: int
+
+
+def parse_hosts(text: str | None, file: Path | None) -> tuple[str, ...]:
+    """Return the hosts of a list with commas or of a file with one host a line; `#` begins a comment.
+
+    Raises:
+        ConfigError: there is none, a name is not one word or begins with a dash, or a name occurs twice.
+    """
+    if text is not None:
+        names, source = [name.strip() for name in text.split(",")], "--hosts"
+    else:
+        assert file is not None, "argparse requires one of the two"
+        try:
+            lines = [line.partition("#")[0].strip() for line in read_text(file).splitlines()]
+        except (FileNotFoundError, UnreadableError) as error:
+            reason = "does not exist" if isinstance(error, FileNotFoundError) else error
+            raise ConfigError(f"--hostfile {file} {reason}; name a file with one host a line") from None
+        names, source = [line for line in lines if line], f"--hostfile {file}"
+    for name in names:
+        if not name or len(name.split()) > 1 or name.startswith("-"):
+            raise ConfigError(
+                f"{source}: {name!r} is not the name of a host; write names such as node1 or user@10.0.0.4"
+            )
+    if not names:
+        raise ConfigError(f"{source} names no host; name those of the run")
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(
+            f"{source} names {twice} twice; a host is one node, whose ranks are in ranks_per_node"
+        )
+    return tuple(names)
+
+
+def launch(plan: SshLaunch, say: Callable[[str], None]) -> int:
+    """Carry out the run, again on other hosts while nodes fail and `retries` lasts; return its exit status."""
+    failed = list[str]()
+    for attempt in range(plan.retries + 1):
+        hosts = _answering_hosts(plan, failed, say)
+        say(f"attempt {attempt + 1} on {listed(hosts)}")
+        nodes = _Nodes(plan, hosts, attempt)
+        with nodes:
+            status = nodes.wait(say)
+        lost = nodes.lost
+        if nodes.was_stopped or (status not in (NODE_LOST, SSH_FAILED) and not lost):
+            return status
+        failed = list(dict.fromkeys([*failed, *lost]))
+        say(f"attempt {attempt + 1} has lost {listed(lost) or 'a node'}")
+    raise WorkerError(
+        f"{plan.retries + 1} attempts have lost nodes; see the output above, and start the launch again with other hosts,"
+        " or with more --retries"
+    )
+
+
+def _answering_hosts(plan: SshLaunch, failed: Sequence[str], say: Callable[[str], None]) -> list[str]:
+    """Return as many hosts as the run has nodes: those that answer, failed ones only if there are no others.
+
+    Raises:
+        ConfigError: too few answer.
+    """
+    ordered = [host for host in plan.hosts if host not in failed] + list(failed)
+    if len(ordered) < plan.num_nodes:
+        raise ConfigError(
+            f"{len(ordered)} hosts are named, and the run needs {plan.num_nodes}; name more hosts, or choose smaller"
+            " parallel sizes"
+        )
+    with ThreadPoolExecutor(min(64, len(ordered))) as threads:
+        problems = dict(zip(ordered, threads.map(lambda host: _problem(plan, host), ordered), strict=True))
+    for host, problem in problems.items():
+        if problem:
+            say(f"{host} cannot be used: {problem}")
+    good = [host for host, problem in problems.items() if not problem]
+    if len(good) < plan.num_nodes:
+        bad = "; ".join(f"{host}: {problem}" for host, problem in problems.items() if problem)
+        raise ConfigError(
+            f"{len(good)} of {len(ordered)} hosts can be used, and the run needs {plan.num_nodes} ({bad}); see to it that"
+            " `ssh -o BatchMode=yes HOST` works and that the installation and the folder are there, or name spare hosts"
+        )
+    return good[: plan.num_nodes]
+
+
+def _problem(plan: SshLaunch, host: str) -> str:
+    """Return why a host cannot be used, or an empty text."""
+    command = remote_command(plan, ["--version"])
+    try:
+        done = subprocess.run(
+            [*SSH, *plan.options, host, command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=CHECK_LIMIT_S,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise ConfigError("ssh is not installed on this machine; install an OpenSSH client") from None
+    except subprocess.TimeoutExpired:
+        return f"no answer within {CHECK_LIMIT_S:g} s"
+    if done.returncode == 0:
+        return ""
+    said = done.stdout.strip().splitlines()
+    return said[-1] if said else f"status {done.returncode}"
+
+
+def remote_command(plan: SshLaunch, arguments: Iterable[str]) -> str:
+    """Return the shell command that runs `hybridengine` with arguments on a host."""
+    words = [plan.python, "-m", "hybridengine.cli.main", *arguments]
+    parts = [
+        f"cd {shlex.quote(plan.folder)}",
+        *([plan.setup] if plan.setup else []),
+        f"exec {shlex.join(words)}",
+    ]
+    return f"bash -c {shlex.quote(' && '.join(parts))}"
+
+
+class _Nodes:
+    """The processes of ssh of one attempt; a context manager that ends them, and with them the nodes."""
+
+    def __init__(self, plan: SshLaunch, hosts: Sequence[str], attempt: int) -> None:
+        self.was_stopped = False
+        self.lost: list[str] = []
+        """Hosts that failed before the first node ended."""
+        self._hosts = hosts
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._threads: list[threading.Thread] = []
+        self._printing = threading.Lock()
+        for index, host in enumerate(hosts):
+            command = remote_command(plan, plan.arguments(hosts, index, attempt))
+            process = subprocess.Popen(
+                [*SSH, *plan.options, host, command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches the first node as a request
+            )
+            self._processes.append(process)
+            thread = threading.Thread(target=self._print, args=(host, process), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def __enter__(self) -> _Nodes:
+        self._before = {
+            number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            with suppress(OSError):
+                assert process.stdin is not None
+                process.stdin.close()
+        deadline = time.monotonic() + CLOSE_LIMIT_S
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, deadline - time.monotonic()))
+            process.kill()
+            process.wait()
+        for thread in self._threads:
+            thread.join(5)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def wait(self, say: Callable[[str], None]) -> int:
+        """Return the exit status of the first node; end the attempt if it does not end soon after another has failed."""
+        first, *others = self._processes
+        give_up = None
+        while (status := first.poll()) is None:
+            for host, process in zip(self._hosts[1:], others, strict=True):
+                if process.poll() not in (None, 0) and host not in self.lost:
+                    self.lost.append(host)
+                    say(f"{host} has ended with status {process.returncode}; waiting for the run to end")
+                    give_up = time.monotonic() + GRACE_S
+            if give_up is not None and time.monotonic() > give_up:
+                say(f"the run has not ended within {GRACE_S:g} s after a node has failed: it is ended")
+                return NODE_LOST
+            time.sleep(0.2)
+        if status == SSH_FAILED:
+            self.lost.append(self._hosts[0])
+        if status == 0:
+            self.lost.clear()  # the run has done without
+        return status if status >= 0 else 128 - status
+
+    def _stop(self, number: int, _: object) -> None:
+        """Ask the first node to stop its run."""
+        self.was_stopped = True
+        pipe = self._processes[0].stdin
+        assert pipe is not None, "it was asked for"
+        with suppress(OSError):
+            pipe.write(b"stop\n")
+            pipe.flush()
+
+    def _print(self, host: str, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            with self._printing:
+                print(f"{host}: {line.decode(errors='replace').rstrip()}", flush=True)

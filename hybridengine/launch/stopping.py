@@ -1,0 +1,61 @@
+"""Requests to stop a node of a launch: signals, which are passed on to the run, and the end of standard input."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from hybridengine.errors import WorkerError
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stopping:
+    """Signals and the state of the launcher's connection; make it in the main thread."""
+
+    def __init__(self, *, leads: bool, attached: bool, say: Callable[[str], None]) -> None:
+        """Handle signals from now on; with `attached`, watch standard input.
+
+        A node that does not lead ignores signals: a scheduler sends them to all nodes, and the run needs them until it
+        has saved its step.
+        """
+        self.asked, self.is_cut_off = False, False
+        self._leads, self._say = leads, say
+        self._run: subprocess.Popen[bytes] | None = None
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
+        if attached:
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def pass_to(self, run: subprocess.Popen[bytes]) -> None:
+        """Pass signals on to the process of the run."""
+        self._run = run
+        if self.asked:
+            run.terminate()
+
+    def check(self) -> None:
+        """Raise WorkerError if the launcher is gone, or the first node is asked to stop before its run starts."""
+        if self.is_cut_off:
+            raise WorkerError("the connection to the launcher is gone; start the launch again")
+        if self.asked and self._leads and self._run is None:
+            raise WorkerError("stopped before the run began; start the launch again")
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self.asked = True
+        if not self._leads:
+            self._say(
+                f"{signal.Signals(number).name}: this node ends with the run, which the first node stops"
+            )
+        elif self._run is not None and self._run.poll() is None:
+            self._say(f"{signal.Signals(number).name} is passed on to the run, which saves its step")
+            self._run.send_signal(number)
+
+    def _watch(self) -> None:
+        """Take input for a request to stop, and its end for the end of the launcher."""
+        while os.read(0, 4096):  # not sys.stdin, whose lock Python wants when it ends
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.is_cut_off = True

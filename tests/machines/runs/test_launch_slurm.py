@@ -1,0 +1,123 @@
+"""A real SLURM carries out what `hybridengine launch slurm` writes, and starts it again when a node dies."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.machines.hosts import Host, Network, joined_hosts
+from tests.machines.launching import (
+    last_checkpoint,
+    launch_environment,
+    processes_of_ray,
+    trained_steps,
+    write_run,
+)
+from tests.machines.ray_nodes import warm_folder
+from tests.machines.slurm_cluster import SlurmCluster
+
+pytestmark = pytest.mark.timeout(1500)
+NODES = ("node-a", "node-b", "node-c")
+LIMIT_S = 700.0
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def network(shared: Path, warm_ray: dict[str, str]) -> Iterator[Network]:
+    with joined_hosts(["control", *NODES], shared=[shared, warm_folder(warm_ray)]) as network:
+        yield network
+
+
+@pytest.fixture(scope="module")
+def slurm(network: Network, shared: Path) -> SlurmCluster:
+    return SlurmCluster(network.hosts, shared)
+
+
+def submit(slurm: SlurmCluster, shared: Path, config: Path, warm_ray: dict[str, str]) -> str:
+    """Submit a run as a job, and return its number."""
+    said = slurm.say(
+        *(sys.executable, "-m", "hybridengine.cli.main", "launch", "slurm", config, "--submit"),
+        *("--time", "60", "--start-limit", "400", "--sbatch-option", f"output={shared}/%x-%j.log"),
+        env=launch_environment(warm_ray),
+    )
+    assert "Submitted batch job" in said, said
+    return said.split()[-1]
+
+
+def ended(slurm: SlurmCluster, job: str) -> bool:
+    return slurm.state(job).get("JobState") in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
+
+
+def logs(shared: Path, name: str) -> str:
+    """Return what a run's jobs and nodes have printed."""
+    files = [*shared.glob(f"{name}-*.log"), *sorted((shared / "runs" / name).glob("launch/*/*.log"))]
+    return "\n".join(f"== {file}\n{file.read_text()[-4000:]}" for file in files)
+
+
+def test_a_job_trains_on_two_nodes_and_leaves_nothing(
+    slurm: SlurmCluster, shared: Path, warm_ray: dict[str, str]
+):
+    job = submit(slurm, shared, write_run(shared, "first", steps=2), warm_ray)
+    slurm.wait_for(lambda: ended(slurm, job), LIMIT_S)
+    state = slurm.state(job)
+    assert (state["JobState"], state["NumNodes"], state["Restarts"]) == ("COMPLETED", "2", "0"), logs(
+        shared, "first"
+    )
+    assert trained_steps(shared, "first")[-1] == 2
+    folder = shared / "runs" / "first" / "launch" / f"{job}.0"
+    assert {"node-a.log", "node-b.log"} <= {file.name for file in folder.iterdir()}
+    assert "2 of 2 nodes; starting the run" in (folder / "node-a.log").read_text()
+    assert not (folder / "token").exists()
+    for node in slurm.nodes:
+        assert processes_of_ray(node) == []
+
+
+@pytest.mark.parametrize("before_time_limit", [True, False])
+def test_a_job_that_is_signalled_saves_its_step(
+    before_time_limit: bool, slurm: SlurmCluster, shared: Path, warm_ray: dict[str, str]
+):
+    """Before its time limit, SLURM signals the script, and the job is requeued; a user's signal ends it."""
+    name = "limited" if before_time_limit else "stopped"
+    job = submit(slurm, shared, write_run(shared, name, steps=400), warm_ray)
+    slurm.wait_for(lambda: last_checkpoint(shared, name) >= 1 or ended(slurm, job), LIMIT_S)
+    slurm.say("scancel", "--signal", "TERM" if before_time_limit else "USR1", "--batch", job)
+    if before_time_limit:
+        slurm.wait_for(lambda: slurm.state(job)["Restarts"] == "1", LIMIT_S)
+        slurm.say("scancel", job)
+    slurm.wait_for(lambda: ended(slurm, job), LIMIT_S)
+    said = logs(shared, name)
+    assert slurm.state(job)["JobState"] == ("CANCELLED" if before_time_limit else "COMPLETED"), said
+    assert "SIGTERM is passed on to the run, which saves its step" in said
+    assert "the run has ended with status 0" in said
+    steps = trained_steps(shared, name)
+    assert last_checkpoint(shared, name) == steps[-1] < 400, said
+
+
+def test_a_run_continues_on_other_nodes_when_one_dies(
+    slurm: SlurmCluster, network: Network, shared: Path, warm_ray: dict[str, str]
+):
+    job = submit(slurm, shared, write_run(shared, "second", steps=12), warm_ray)
+    slurm.wait_for(lambda: last_checkpoint(shared, "second") >= 1 or ended(slurm, job), LIMIT_S)
+    before = last_checkpoint(shared, "second")
+    assert 1 <= before < 12, logs(shared, "second")
+    node_named(network, "node-b").close()
+    slurm.wait_for(lambda: ended(slurm, job) and last_checkpoint(shared, "second") > before, LIMIT_S)
+    state = slurm.state(job)
+    said = logs(shared, "second")
+    assert (state["JobState"], state["Restarts"], state["NodeList"]) == ("COMPLETED", "1", "node-a,node-c"), (
+        said
+    )
+    assert "resuming after step" in said
+    steps = trained_steps(shared, "second")
+    assert steps[-1] == 12 and set(range(1, 13)) <= set(steps)
+
+
+def node_named(network: Network, name: str) -> Host:
+    return next(host for host in network.hosts if host.name == name)

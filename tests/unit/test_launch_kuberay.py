@@ -1,0 +1,204 @@
+"""Manifests of `launch kuberay` satisfy KubeRay's schema and ask for what the configuration needs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shlex
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from hybridengine.cli.main import main
+from hybridengine.launch.kuberay import MAX_NAME, kubernetes_name
+
+SCHEMA = Path(__file__).with_name("kuberay") / "rayjob.schema.json.gz"
+NEEDED = ["--image", "team/hybridengine:1", "--claim", "lustre"]
+
+
+def strict(schema: Any) -> Any:
+    """Return a schema of Kubernetes that refuses unknown fields, as `kubectl apply` does."""
+    if isinstance(schema, list):
+        return [strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: strict(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and "additionalProperties" not in schema:
+        found["additionalProperties"] = False
+    if schema.get("x-kubernetes-int-or-string"):
+        found.pop("type", None)
+    return found
+
+
+@pytest.fixture(scope="module")
+def validator() -> jsonschema.Draft4Validator:
+    schema = strict(json.loads(gzip.decompress(SCHEMA.read_bytes())))
+    schema["properties"]["metadata"] = {"type": "object"}
+    return jsonschema.Draft4Validator(schema)
+
+
+def rendered(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["launch", "kuberay", *arguments]) == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("config", "replicas", "ranks"),
+    [
+        ("llama3-70b-16nodes", 16, 8),
+        ("qwen3-235b", 32, 8),
+        ("async-70b", 16, 8),
+        ("arithmetic", 1, 4),
+        ("async-grpo", 2, 2),
+    ],
+)
+def test_a_manifest_is_valid_and_has_a_pod_for_each_node(
+    config: str,
+    replicas: int,
+    ranks: int,
+    capsys: pytest.CaptureFixture[str],
+    validator: jsonschema.Draft4Validator,
+):
+    job = rendered(capsys, f"configs/{config}.yaml", *NEEDED)
+    validator.validate(job)
+    (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert [group["replicas"], group["minReplicas"], group["maxReplicas"]] == [replicas] * 3
+    resources = group["template"]["spec"]["containers"][0]["resources"]
+    on_gpus = ranks == 8
+    assert resources["limits"] == resources["requests"]
+    assert resources["limits"].get("nvidia.com/gpu") == (str(ranks) if on_gpus else None)
+    assert Fraction(resources["limits"]["cpu"]) >= ranks
+    entrypoint = shlex.split(job["spec"]["entrypoint"])
+    assert entrypoint == [
+        "hybridengine",
+        "train",
+        f"configs/{config}.yaml",
+        "resume=auto",
+        "cluster.address=auto",
+    ]
+
+
+def test_every_option_is_valid(capsys: pytest.CaptureFixture[str], validator: jsonschema.Draft4Validator):
+    job = rendered(
+        capsys,
+        "configs/llama3-70b-16nodes.yaml",
+        "run.name=My_Run.7",
+        "actor.parallel=4-8-4 c=1",
+        *NEEDED,
+        *("--namespace", "rl", "--mount", "/lustre", "--folder", "/lustre/rl", "--cpus-per-node", "96"),
+        *("--memory", "1500Gi", "--shared-memory", "256Gi", "--head-cpus", "16", "--head-memory", "128Gi"),
+        *("--gpu-resource", "amd.com/gpu", "--resource", "rdma/ib=8", "--env", "A=b=c", "--secret", "wandb"),
+        *("--service-account", "trainer", "--node-selector", "gpu=h100", "--toleration", "gpu"),
+        *(
+            "--queue",
+            "team-a",
+            "--ray-version",
+            "2.59.0",
+            "--retries",
+            "7",
+            "--start-limit",
+            "3600",
+            "--keep",
+            "60",
+        ),
+    )
+    validator.validate(job)
+    spec = job["spec"]
+    assert job["metadata"] == {
+        "name": "my-run-7",
+        "namespace": "rl",
+        "labels": {"kueue.x-k8s.io/queue-name": "team-a"},
+    }
+    assert (spec["suspend"], spec["backoffLimit"], spec["ttlSecondsAfterFinished"]) == (True, 7, 60)
+    assert spec["preRunningDeadlineSeconds"] == 3600
+    assert shlex.split(spec["entrypoint"])[3:5] == ["run.name=My_Run.7", "actor.parallel=4-8-4 c=1"]
+    cluster = spec["rayClusterSpec"]
+    assert cluster["rayVersion"] == "2.59.0" and cluster["authOptions"] == {"mode": "token"}
+    head, worker = (
+        one["template"]["spec"] for one in (cluster["headGroupSpec"], cluster["workerGroupSpecs"][0])
+    )
+    assert head["containers"][0]["resources"]["limits"] == {"cpu": "16", "memory": "128Gi"}
+    assert worker["containers"][0]["resources"]["limits"] == {
+        "cpu": "96",
+        "memory": "1500Gi",
+        "rdma/ib": "8",
+        "amd.com/gpu": "8",
+    }
+    assert worker["nodeSelector"] == {"gpu": "h100"}
+    assert worker["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
+    assert "nodeSelector" not in head
+    for pod in (head, worker):
+        container = pod["containers"][0]
+        assert container["workingDir"] == "/lustre/rl"
+        assert {"name": "A", "value": "b=c"} in container["env"]
+        assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes[mounts["/lustre"]]["persistentVolumeClaim"] == {"claimName": "lustre"}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": "256Gi"}
+        assert pod["serviceAccountName"] == "trainer"
+
+
+def test_nodes_with_other_numbers_of_ranks_are_another_group(
+    capsys: pytest.CaptureFixture[str], validator: jsonschema.Draft4Validator
+):
+    job = rendered(
+        capsys, "configs/arithmetic.yaml", "cluster.ranks_per_node=[1,2,1]", "--gpus-per-node", "2", *NEEDED
+    )
+    validator.validate(job)
+    groups = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    asked = {
+        group["replicas"]: group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+        for group in groups
+    }
+    assert asked == {1: "2", 2: "1"}
+    assert len({group["groupName"] for group in groups}) == 2
+
+
+def test_the_schema_refuses_what_kuberay_does_not_know(
+    capsys: pytest.CaptureFixture[str], validator: jsonschema.Draft4Validator
+):
+    for change in ({"entryPoint": "x"}, {"backoffLimit": "5"}, {"suspend": 1}):
+        job = rendered(capsys, "configs/arithmetic.yaml", *NEEDED)
+        job["spec"] |= change
+        with pytest.raises(jsonschema.ValidationError):
+            validator.validate(job)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("llama3_70B", "llama3-70b"), ("7b", "run-7b"), ("--a--", "a"), ("x" * 99, "x" * MAX_NAME)],
+)
+def test_names_of_runs_become_names_of_kubernetes(text: str, name: str):
+    assert kubernetes_name(text) == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "1TB"], "'1TB' is not a quantity of Kubernetes; write a number, or one with a unit"),
+        (["--mount", "shared"], "--mount shared must be an absolute path in the pods, such as /shared"),
+        (["--env", "HOME"], "--env 'HOME' is not NAME=VALUE; write both"),
+        (["--resource", "rdma/ib=many"], "--resource rdma/ib=many: 'many' is not a quantity"),
+        (["--job-name", "ツ"], "'ツ' has no ASCII letter or digit for the name of a RayJob"),
+        (["resume=never"], "a launched run has resume=auto, so that a new attempt continues the earlier one"),
+        (["cluster.address=1.2.3.4:1"], "a launch starts the cluster that the run joins; leave it out"),
+    ],
+)
+def test_bad_input_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    status = main(["launch", "kuberay", "configs/arithmetic.yaml", *NEEDED, *arguments])
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+def test_submitting_needs_kubectl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["launch", "kuberay", "configs/arithmetic.yaml", *NEEDED, "--submit"]) == 2
+    assert (
+        "kubectl is not installed on this machine; apply the manifest where kubectl is"
+        in capsys.readouterr().err
+    )

@@ -1,0 +1,246 @@
+"""How the nodes of a launch find each other: addresses, files and requests to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hybridengine.checkpoints.run_lock import is_locked, run_lock
+from hybridengine.cli.main import main
+from hybridengine.errors import ConfigError, WorkerError
+from hybridengine.launch.addresses import answering, common_address, own_addresses, reached
+from hybridengine.launch.meeting import END, Meeting, listed
+
+Carried = namedtuple("Carried", "family address")
+State = namedtuple("State", "isup")
+
+
+@pytest.fixture
+def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node with two networks, one of which is down."""
+    v4, v6 = socket.AF_INET, socket.AF_INET6
+    carried = {
+        "lo": [Carried(v4, "127.0.0.1"), Carried(v6, "::1")],
+        "eth0": [Carried(v6, "fd77::5"), Carried(v6, "fe80::5%eth0"), Carried(v4, "10.0.0.5")],
+        "ib0": [Carried(v4, "192.168.7.5"), Carried(psutil.AF_LINK, "00:00")],
+        "old": [Carried(v4, "10.9.9.9")],
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: carried)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {name: State(name != "old") for name in carried})
+    names = {"node-5": [(v4, 0, 0, "", ("192.168.7.5", 0))], "debian": [(v4, 0, 0, "", ("127.0.1.1", 0))]}
+
+    def resolve(name: str, port: None) -> object:
+        if name not in names:
+            raise socket.gaierror
+        return names[name]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+
+@pytest.mark.usefixtures("interfaces")
+def test_a_node_knows_the_addresses_that_others_may_reach():
+    every = ["10.0.0.5", "192.168.7.5", "fd77::5"]
+    assert own_addresses() == every
+    assert own_addresses(name="debian") == own_addresses(name="unknown") == every
+    assert own_addresses(name="node-5") == ["192.168.7.5", "10.0.0.5", "fd77::5"]
+    assert own_addresses(interface="eth0") == ["10.0.0.5", "fd77::5"]
+    assert own_addresses(address="fd77::5") == ["fd77::5"]
+
+
+@pytest.mark.usefixtures("interfaces")
+@pytest.mark.parametrize("given", [{"interface": "old"}, {"interface": "eth9"}, {"address": "10.9.9.9"}])
+def test_an_address_or_interface_that_a_node_lacks_is_refused(given: dict[str, str]):
+    with pytest.raises(
+        ConfigError, match=r"which has fd77::5 \(eth0\), 10.0.0.5 \(eth0\), 192.168.7.5 \(ib0\); name"
+    ):
+        own_addresses(**given)
+
+
+def test_an_address_is_reached_if_it_answers_with_the_secret_of_the_launch():
+    with answering("a" * 32) as port:
+        addresses = ["127.0.0.1", "127.0.0.2", "::1", "no address"]
+        found = reached(addresses, port, "a" * 32)
+        assert found["127.0.0.1"] == "127.0.0.1"
+        assert found["127.0.0.2"] in ("127.0.0.1", "127.0.0.2")
+        assert "no address" not in found
+        assert reached(["127.0.0.1"], port, "b" * 32) == {}, "another machine of this address"
+    assert reached(["127.0.0.1"], port, "a" * 32) == {}
+
+
+def test_one_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hybridengine.launch.addresses.CONNECT_LIMIT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert reached(["127.0.0.1"], silent.getsockname()[1], "a") == {}
+
+
+def test_the_first_address_that_all_have_reached_is_used():
+    candidates = ["10.0.0.1", "192.168.7.1", "172.17.0.1"]
+    everywhere = {"172.17.0.1": "172.17.0.9", "192.168.7.1": "192.168.7.9"}
+    assert common_address(candidates, {"b": {"10.0.0.1": "x"} | everywhere, "c": everywhere}) == "192.168.7.1"
+    assert common_address(candidates, {}) == "10.0.0.1"
+    with pytest.raises(
+        ConfigError, match=r"has the addresses 10.0.0.1, 192.168.7.1, 172.17.0.1, and c reached none of"
+    ):
+        common_address(candidates, {"b": everywhere, "c": {}})
+    with pytest.raises(ConfigError, match=r"b reached 10.0.0.1; c reached 192.168.7.1; open the ports"):
+        common_address(candidates, {"b": {"10.0.0.1": "x"}, "c": {"192.168.7.1": "y"}})
+
+
+def test_nobody_else_reads_the_token_of_a_launch(tmp_path: Path):
+    meeting = Meeting(tmp_path / "launch", print)
+    file = meeting.write_token()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    token = file.read_text()
+    assert len(bytes.fromhex(token)) == 32
+    assert meeting.write_token().read_text() != token
+    meeting.close()
+    assert not file.exists()
+
+
+def test_a_node_waits_for_others_and_says_for_whom(tmp_path: Path):
+    said = list[str]()
+    meeting = Meeting(tmp_path, said.append)
+    names = {f"node-{index}.json": f"host-{index}" for index in range(3)}
+    meeting.write("node-1.json", ways={"a": "b"})
+    writers = [
+        threading.Timer(delay_s, meeting.write, [f"node-{index}.json"], {"ways": {}})
+        for index, delay_s in ((0, 0.2), (2, 0.4))
+    ]
+    for writer in writers:
+        writer.start()
+    found = meeting.wait(names, time.monotonic() + 30, "other nodes")
+    assert found == {
+        "node-0.json": {"ways": {}},
+        "node-1.json": {"ways": {"a": "b"}},
+        "node-2.json": {"ways": {}},
+    }
+    assert said == ["other nodes: 1 of 3; waiting for host-0, host-2"]
+
+
+def test_waiting_ends_with_the_names_of_those_that_are_missing(tmp_path: Path):
+    meeting = Meeting(tmp_path, print)
+    with pytest.raises(
+        WorkerError, match=r"other nodes: 0 of 2; waiting for b, c since 0 s, which is the limit"
+    ):
+        meeting.wait({"1": "b", "2": "c"}, time.monotonic(), "other nodes")
+    meeting.write(END, status=1, reason="node b: no Ray")
+    with pytest.raises(WorkerError, match="the launch has ended: node b: no Ray"):
+        meeting.wait({"1": "b"}, time.monotonic() + 30, "other nodes")
+
+
+def test_many_missing_nodes_are_counted():
+    assert listed("abc") == "a, b, c"
+    assert listed(map(str, range(20))) == "0, 1, 2, 3, 4, 5, 6, 7 and 12 others"
+
+
+def test_what_a_node_starts_ends_with_it(tmp_path: Path):
+    """Also if the node is killed, and what it has started ignores signals."""
+    program = f"""
+import time
+from hybridengine.launch.ray_node import fated
+endless = "trap '' TERM HUP; echo ready > {tmp_path}/ready; while :; do sleep 0.1; done"
+print(fated(["bash", "-c", endless]).pid, flush=True)
+time.sleep(1000)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as node:
+        assert node.stdout is not None
+        pid = int(node.stdout.readline())
+        wait_for(lambda: (tmp_path / "ready").exists())
+        assert os.getsid(pid) == pid, "signals for the node's group do not reach it"
+        node.send_signal(signal.SIGKILL)
+    wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+ATTACHED = """
+import sys, time
+from hybridengine.launch.stopping import Stopping
+stopping = Stopping(leads=sys.argv[1] == "leads", attached=True, say=lambda text: print(text, flush=True))
+print("ready", flush=True)
+while not stopping.asked:
+    time.sleep(0.01)
+print("asked", flush=True)
+if sys.argv[1] == "waits":
+    while not stopping.is_cut_off:
+        time.sleep(0.01)
+    stopping.check()
+"""
+
+
+@pytest.mark.parametrize("case", ["leads", "follows", "waits"])
+def test_a_node_hears_its_launcher(case: str):
+    """What comes on its input asks to stop, and its end is that of the launcher; a node also ends by itself."""
+    with subprocess.Popen(
+        [sys.executable, "-c", ATTACHED, case],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as node:
+        assert node.stdin is not None and node.stdout is not None and node.stderr is not None
+        assert node.stdout.readline() == b"ready\n"
+        node.stdin.write(b"stop\n")
+        node.stdin.flush()
+        if case != "leads":
+            assert (
+                node.stdout.readline()
+                == b"SIGTERM: this node ends with the run, which the first node stops\n"
+            )
+        assert node.stdout.readline() == b"asked\n"
+        if case == "waits":
+            node.stdin.close()
+            assert b"WorkerError: the connection to the launcher is gone" in node.stderr.read()
+        assert node.wait(30) == (1 if case == "waits" else 0)
+
+
+def test_a_held_run_folder_is_seen(tmp_path: Path):
+    assert not is_locked(tmp_path / "run.lock")
+    with run_lock(tmp_path, print):
+        assert is_locked(tmp_path / "run.lock")
+    assert not is_locked(tmp_path / "run.lock")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hosts", "a,,b", "--index", "0"], "--hosts 'a,,b' has an empty name"),
+        (["--hosts", "a,b", "--index", "2"], "--index 2 must be below 2, the number of --hosts"),
+        (["--hosts", "a,b"], "--index is missing, and SLURM_NODEID is not set"),
+        (
+            ["--hosts", "a", "--index", "0", "cluster.ranks_per_node=[2,2]"],
+            "--hosts names 1 hosts, and the run needs 2",
+        ),
+    ],
+)
+def test_bad_input_is_refused(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.delenv("SLURM_NODEID", raising=False)
+    folder = tmp_path / "launch"
+    assert (
+        main(["launch", "node", "configs/arithmetic.yaml", *arguments, "--launch-folder", str(folder)]) == 2
+    )
+    assert message in capsys.readouterr().err
+    assert not folder.exists()
+
+
+def wait_for(holds: Callable[[], bool], limit_s: float = 30) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,196 @@
+"""Launches over ssh, with a program in place of ssh that runs the command on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridengine.cli.main import main
+from hybridengine.errors import ConfigError
+from hybridengine.launch import ssh
+from hybridengine.launch.ssh import SshLaunch, launch, parse_hosts, remote_command
+
+SSH = """#!/bin/bash
+while [ "${1:0:1}" = - ]; do shift 2; done
+host=$1; shift
+[ -e "no-$host" ] && { echo "ssh: connect to host $host port 22: No route to host" >&2; exit 255; }
+HOST_NAME=$host exec bash -c "$*"
+"""
+PYTHON = """#!/bin/bash
+# $1 -m, $2 module, $3 -, $4 command of the attempt
+[ "$3" = --version ] && exit
+echo "$HOST_NAME $3 of attempt $4" >> started
+case $HOST_NAME in broken) exit ${BROKEN:-75};; esac
+echo "hello from $3"
+if [ "$3" = 0 ]; then
+  while [ ! -e "end-$4" ] && ! read -rt 0.05 line; do :; done
+  [ -n "$line" ] && { echo "asked: $line"; exit 0; }
+  exit $(cat "end-$4")
+fi
+cat > /dev/null
+"""
+"""A node of a launch: the first one ends with the number in end-ATTEMPT, or when asked to; others with their input."""
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SshLaunch:
+    for name, text in (("ssh", SSH), ("python", PYTHON)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return SshLaunch(
+        hosts=("a", "b", "c"),
+        num_nodes=2,
+        folder=str(tmp_path),
+        setup="export SET=up",
+        python=str(tmp_path / "python"),
+        options=("-o", "Port=2222"),
+        arguments=lambda hosts, index, attempt: [str(index), str(attempt)],
+        retries=2,
+    )
+
+
+def with_hosts(plan: SshLaunch, *hosts: str) -> SshLaunch:
+    return SshLaunch(**{**vars(plan), "hosts": hosts})
+
+
+def started() -> list[str]:
+    return sorted(Path("started").read_text().splitlines())
+
+
+def test_the_first_hosts_that_answer_are_used(plan: SshLaunch, capfd: pytest.CaptureFixture[str]):
+    Path("no-a").touch()
+    Path("end-0").write_text("0")
+    said = list[str]()
+    assert launch(plan, said.append) == 0
+    assert started() == ["b 0 of attempt 0", "c 1 of attempt 0"]
+    assert said[0] == "a cannot be used: ssh: connect to host a port 22: No route to host"
+    printed = capfd.readouterr().out.splitlines()
+    assert "b: hello from 0" in printed
+
+
+def test_the_status_of_the_run_is_that_of_the_launch(plan: SshLaunch):
+    Path("end-0").write_text("2")
+    assert launch(plan, print) == 2
+    assert started() == ["a 0 of attempt 0", "b 1 of attempt 0"]
+
+
+def test_a_spare_host_takes_the_place_of_one_that_fails(plan: SshLaunch, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("BROKEN", "255")  # the connection to the first node is gone
+    Path("end-1").write_text("0")
+    said = list[str]()
+    assert launch(with_hosts(plan, "broken", "b", "c"), said.append) == 0
+    assert started()[-2:] == ["broken 0 of attempt 0", "c 1 of attempt 1"]
+    assert "b 0 of attempt 1" in started()
+
+
+def test_a_host_that_fails_while_the_run_goes_on_ends_the_attempt(
+    plan: SshLaunch, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ssh, "GRACE_S", 0.5)
+    Path("end-1").write_text("0")
+    said = list[str]()
+    assert launch(with_hosts(plan, "a", "broken", "c"), said.append) == 0
+    assert "broken has ended with status 75; waiting for the run to end" in said
+    assert "attempt 1 has lost broken" in said
+    assert {"a 0 of attempt 1", "c 1 of attempt 1"} <= set(started())
+
+
+def test_attempts_end(plan: SshLaunch):
+    for attempt in range(3):
+        Path(f"end-{attempt}").write_text("75")
+    with pytest.raises(Exception, match="3 attempts have lost nodes"):
+        launch(plan, print)
+    assert [line for line in started() if line.startswith("a")] == [f"a 0 of attempt {n}" for n in range(3)]
+
+
+def test_too_few_hosts_that_answer_are_named_with_the_reason(plan: SshLaunch):
+    Path("no-a").touch()
+    Path("no-c").touch()
+    with pytest.raises(
+        ConfigError, match=r"1 of 3 hosts can be used, and the run needs 2 \(a: ssh: connect .*; c: ssh"
+    ):
+        launch(plan, print)
+    assert not Path("started").exists(), "nothing is started"
+    with pytest.raises(ConfigError, match="1 hosts are named, and the run needs 2"):
+        launch(with_hosts(plan, "b"), print)
+
+
+def test_a_folder_that_a_host_lacks_is_found_before_the_start(plan: SshLaunch):
+    with pytest.raises(ConfigError, match="/nowhere: No such file or directory"):
+        launch(SshLaunch(**{**vars(plan), "folder": "/nowhere"}), print)
+
+
+def test_a_launch_asks_the_first_node_to_stop(plan: SshLaunch):
+    values = {key: value for key, value in vars(plan).items() if key != "arguments"}
+    program = f"""
+import sys
+from hybridengine.launch.ssh import SshLaunch, launch
+plan = SshLaunch(**{values!r}, arguments=lambda hosts, index, attempt: [str(index), str(attempt)])
+sys.exit(launch(plan, print))
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not (Path("started").exists() and len(started()) == 2) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "a: asked: stop" in output.splitlines()
+
+
+def test_the_command_of_a_host_is_quoted(plan: SshLaunch, tmp_path: Path):
+    (tmp_path / "python").write_text('#!/bin/bash\nprintf "%s|" "$@" "$SET" "$PWD"\n')
+    command = remote_command(plan, ["train", "a b", "c='d'", "$HOME"])
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout == f"-m|hybridengine.cli.main|train|a b|c='d'|$HOME|up|{tmp_path}|"
+
+
+def test_lists_of_hosts(tmp_path: Path):
+    file = tmp_path / "hosts.txt"
+    file.write_text("# rack 1\nnode-1\n  user@node-2  # the second\n\n")
+    assert parse_hosts(None, file) == ("node-1", "user@node-2")
+    assert parse_hosts(" a,b ", None) == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,,b", "--hosts: '' is not the name of a host; write names such as node1"),
+        ("a,-oProxyCommand=x", "'-oProxyCommand=x' is not the name of a host"),
+        ("a,b,a", "--hosts names a twice; a host is one node"),
+    ],
+)
+def test_wrong_lists_are_refused(text: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        parse_hosts(text, None)
+
+
+def test_wrong_files_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="does not exist; name a file with one host a line"):
+        parse_hosts(None, tmp_path / "none")
+    (tmp_path / "empty").write_text("# nothing\n")
+    with pytest.raises(ConfigError, match="names no host"):
+        parse_hosts(None, tmp_path / "empty")
+    (tmp_path / "mpi").write_text("node-1 slots=8\n")
+    with pytest.raises(ConfigError, match="'node-1 slots=8' is not the name of a host"):
+        parse_hosts(None, tmp_path / "mpi")
+
+
+def test_the_command_tells_bad_input_before_anything_starts(capsys: pytest.CaptureFixture[str]):
+    assert main(["launch", "ssh", "configs/llama3-70b-16nodes.yaml", "--hosts", "a,b"]) == 2
+    assert "2 hosts are named, and the run needs 16; name more hosts" in capsys.readouterr().err
+    assert main(["launch", "ssh", "configs/arithmetic.yaml"]) == 2
+    assert "one of the arguments --hosts --hostfile is required" in capsys.readouterr().err
