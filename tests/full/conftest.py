@@ -16,6 +16,7 @@ import yaml
 
 from hybridengine.backends.vllm import environment
 from hybridengine.config import load_config
+from hybridengine.controller import relays
 from hybridengine.controller.cluster import start_ray
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
@@ -49,8 +50,15 @@ def ray_cluster(warm_ray: dict[str, str]) -> Iterator[int]:
     ray.shutdown()
 
 
+@pytest.fixture(scope="session", params=[32, 2], ids=["direct", "relays"])
+def fan_out(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Yield the number of processes that one calls: four ranks are called directly, or through two relays."""
+    with mock.patch.object(relays, "FAN_OUT", request.param):
+        yield request.param
+
+
 @pytest.fixture(scope="session")
-def pool(ray_cluster: int) -> Iterator[ResourcePool]:
+def pool(ray_cluster: int, fan_out: int) -> Iterator[ResourcePool]:
     """Four ranks for all tests; a test that ends or blocks ranks for good makes its own pool."""
     with ResourcePool([4], env={"PROBE": "seen"}, timeout_s=60) as pool:
         yield pool

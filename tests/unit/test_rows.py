@@ -28,7 +28,7 @@ class Ended:
     """The parts of a call that `Rows` needs: its name, and descriptions of its rows."""
 
     name: str
-    references: list[StoredRows]
+    batches: list[StoredRows]
 
     def __str__(self) -> str:
         return self.name
@@ -67,7 +67,8 @@ def fetch_request(
     request: RowsRequest, batches: Batches, reader: Owner | None = None
 ) -> tuple[TensorDict, Received]:
     with object_store():
-        return request.fetch(list(batches), 1.0, reader)  # type: ignore[arg-type]
+        stored = {number: batch for batch, number in batches.items()}
+        return request.fetch(stored, 1.0, reader)  # type: ignore[arg-type]
 
 
 def read_wanted(wanted: dict[str, ColumnRows], reader: Owner | None = None) -> Received:
@@ -92,7 +93,7 @@ def produced(name: str, batch: TensorDict, sizes: tuple[int, ...]) -> Produced:
         store(batch[first : first + size], rank, inline_bytes=48)
         for rank, (first, size) in enumerate(zip(first_rows, sizes, strict=True))
     ]
-    return Produced(Ended(name, stored), tuple(first_rows), NUM_ROWS)  # type: ignore[arg-type]
+    return Produced(Ended(name, stored), np.array(first_rows), NUM_ROWS)  # type: ignore[arg-type]
 
 
 ONE = produced("actor.one", FIRST, (3, 4))
