@@ -6,9 +6,9 @@
     python scripts/controller_scale.py plans                    plans of a rank's own weights on 16,384 ranks
     python scripts/controller_scale.py groups                   process groups that every rank creates
 
-Pool, groups and the step of PPO are those of a run; ranks, and relays over them, are threads of four Ray actors that answer
-as they do, at once. CPU seconds are those of the controller's process with all its threads; they do not depend on how long
-ranks take, but a busy machine makes them up to three times as many.
+Pool, groups and the step of PPO are those of a run; ranks, and relays over them, are threads of four Ray actors that
+answer as they do, at once. CPU seconds are those of the controller's process with all its threads; they do not depend on
+how long ranks take, but a busy machine makes them up to twice as many.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}  # Ray reads them when it is imported
+os.environ |= {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}  # Ray reads them when it is imported
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
@@ -64,7 +67,7 @@ WORKERS = {
     "compute": "workers.compute.ComputeWorker",
     "prompts": "workers.prompts.PromptWorker",
 }
-REPORT = {name: 1 for name in ("received_bytes", "peak_weight_bytes", "redundant_bytes")} | {
+REPORT = dict.fromkeys(("received_bytes", "peak_weight_bytes", "redundant_bytes"), 1) | {
     f"train/{number}": 0.5 for number in range(20)
 }
 """What a rank returns where it does not return rows: as many entries as an update's metrics."""
@@ -92,11 +95,12 @@ class Host:
         return self.rank(rank, Share(share.rows)), stored
 
     def relay(self, begin: int, request: Request) -> dict[int, Outcome]:
-        return {begin + place: self.rank(begin + place, share) for place, share in enumerate(request.shares)}
+        shares = enumerate(request.read_shares(), start=begin)
+        return {rank: self.rank(rank, share) for rank, share in shares}
 
     @ray.method(num_returns=2)
     def rows_of_relay(self, begin: int, request: Request) -> tuple[dict[int, Outcome], list[Any]]:
-        shares = [Share(share.rows) for share in request.shares]
+        shares = [Share(share.rows) for share in request.read_shares()]
         return self.relay(begin, request._replace(shares=shares)), [ray.put([])]  # nobody reads the rows
 
 
@@ -118,7 +122,9 @@ class Simulated:
             self.call = Method(lambda _, request: host.relay.remote(first, request))
             self.give_rows = Method(lambda _, request: host.rows_of_relay.remote(first, request))
         else:
-            self.call = self.add_role = Method(lambda _, share, *inputs: host.rank.remote(first, share, *inputs))
+            self.call = self.add_role = Method(
+                lambda _, share, *inputs: host.rank.remote(first, share, *inputs)
+            )
             self.give_rows = Method(lambda _, share, *inputs: host.rows_of_rank.remote(first, share, *inputs))
 
 
@@ -239,7 +245,7 @@ def process_groups(train: str) -> list[str]:
     """Return a row of the table: groups that one rank creates for an actor, in a world where others need no time."""
     import torch.distributed as dist
 
-    from hybridengine.backends.megatron.groups import build_groups
+    from hybridengine.backends.megatron.groups import build_groups, initialize_globals
     from hybridengine.rehearsal.world import rehearsed_world
     from hybridengine.weights.process_groups import ProcessGroups
 
@@ -249,13 +255,18 @@ def process_groups(train: str) -> list[str]:
         build_groups(grid, registry)
         groups_s = time.process_time() - begin
         num_own = sum(0 in ranks for ranks in registry._groups)
-        num_all = len(registry._groups)
-        assert num_own < len(dist.distributed_c10d._world.pg_map)
-    return [train, f"{grid.num_ranks:,}", str(num_own), f"{num_all:,}", f"{groups_s:.2f}"]
+        begin, world = time.process_time(), dist.distributed_c10d._world
+        before = world.group_count
+        initialize_globals(0)
+        globals_s, num_globals = time.process_time() - begin, world.group_count - before
+    own = [train, f"{grid.num_ranks:,}", str(num_own), f"{len(registry._groups):,}", f"{groups_s:.2f}"]
+    return [*own, f"{num_globals:,}", f"{globals_s:.2f}"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", nargs="?", choices=("steps", "plans", "groups"), default="steps")
     parser.add_argument("num_ranks", nargs="*", type=int, default=NUM_RANKS, help="multiples of 32")
     parser.add_argument("--direct", action="store_true", help="without relays")
@@ -266,10 +277,18 @@ def main() -> None:
         headings = ["plan", "ranks", "domain", "layouts, domains: CPU s", "plan: CPU s", "MiB", "buckets"]
         rows = (plan(*one) for one in PLANS)
     elif options.what == "groups":
-        headings = ["training", "ranks", "groups of a rank", "groups in all", "CPU s of a rank"]
+        headings = ["training", "ranks", "of a rank", "in all", "CPU s", "Megatron's globals", "CPU s"]
         rows = (process_groups(train) for train in GRIDS)
     else:
-        headings = ["ranks", "called", "groups: CPU s", "steps: CPU s", "MiB", "timeline: MiB a step", "drawing: CPU s"]
+        headings = [
+            "ranks",
+            "called",
+            "groups: CPU s",
+            "steps: CPU s",
+            "MiB",
+            "timeline: MiB a step",
+            "drawing: CPU s",
+        ]
         rows = (steps(num_ranks) for num_ranks in options.num_ranks)
     table = [headings]
     for row in rows:

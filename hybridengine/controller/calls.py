@@ -27,7 +27,7 @@ from hybridengine.controller.failures import (
     root_cause,
 )
 from hybridengine.controller.relays import LOOK_LIMIT_S, Asked
-from hybridengine.controller.row_requests import Batch, traffic_bytes
+from hybridengine.controller.row_requests import Batch
 from hybridengine.controller.whereabouts import report_lines, words_of
 from hybridengine.errors import WorkerError, WorkerTimeoutError, WrongArgumentsError
 
@@ -195,18 +195,19 @@ class Future:
 
     def _take(self, reference: ObjectRef, answer: Answer) -> None:
         """Process the outcomes of an answer, and wait for references in it in place of this one."""
-        later = dict[ObjectRef, list[int]]()
+        later, inline_bytes = dict[ObjectRef, list[int]](), 0
         for rank, outcome in answer.items():
             if isinstance(outcome, ObjectRef):
                 later.setdefault(outcome, []).append(rank)
                 continue
             self._outcomes[rank] = outcome
-            call_log().count(outcome.inline_bytes)
+            inline_bytes += outcome.inline_bytes
             if outcome.failure is not None:
                 place = self._places[rank]
                 self.failures.append(
                     replace(outcome.failure, role=self.role, method=self.method, place=place)
                 )
+        call_log().count(inline_bytes)
         self._pending = {one: ranks for one, ranks in self._pending.items() if one != reference} | later
 
     def _look(self) -> None:
@@ -227,7 +228,8 @@ class Future:
         outcomes = dict(sorted(self._outcomes.items()))
         transferred = Counter[str]()
         for outcome in outcomes.values():
-            transferred.update(outcome.transferred)
+            if outcome.transferred:
+                transferred.update(outcome.transferred)
         return CallRecord(
             self.role,
             self.method,
@@ -314,7 +316,6 @@ class Future:
         if self._values is None:
             results = [self._outcomes[rank].result for rank in self._sources]
             self._values = [None if result is None else pickle.loads(result) for result in results]
-            call_log().count(traffic_bytes(self._values))
             self._outcomes.clear()
         return self._values
 

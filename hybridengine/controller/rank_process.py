@@ -190,8 +190,13 @@ class RankProcess:
 
         `packed` is a (pickled) `row_requests.Part`, `inputs` are what its batches are found in.
         """
+        from hybridengine.controller.row_requests import traffic_bytes
+
         result, _, _ = self._run(packed, share, inputs)
-        return result if share.is_source else None
+        if not share.is_source:
+            return None
+        self.cost["inline_bytes"] += traffic_bytes(result)
+        return result
 
     @ray.method(num_returns=2)
     def give_rows(self, packed: Any, share: Share, *inputs: Any) -> tuple[Outcome, Any]:

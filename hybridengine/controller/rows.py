@@ -216,11 +216,10 @@ def _origin(
         rows = source.rows[wanted.start : wanted.stop]
     origin = source.origin
     if isinstance(origin, Produced):
-        kept = origin.future.batches
-        blocks = tuple(
-            (int(origin.first_rows[number]), batches.setdefault(kept[number], len(batches)))
-            for number in block_numbers(origin.first_rows, rows)
-        )
+        kept, numbers = origin.future.batches, block_numbers(origin.first_rows, rows)
+        first_rows = origin.first_rows[numbers].tolist()
+        places = [batches.setdefault(kept[number], len(batches)) for number in numbers]
+        blocks = tuple(zip(first_rows, places, strict=True))
         return RowsOrigin(str(origin.future), blocks, rows, source.names)
     wanted_names = {new: old for new, old in source.here.items() if columns is None or new in columns}
     # Copied to its own storage: a view would send the whole batch.

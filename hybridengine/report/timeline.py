@@ -32,6 +32,7 @@ def row_order(place: Place) -> tuple[str, int, str, int, str]:
 
 
 _logger = logging.getLogger(__name__)
+_ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class TimelineWriter:
         return {"pid": self._pids[one.node], "tid": self._tids[one.node, one.pool, one.rank]}
 
     def _append(self, events: list[Event]) -> None:
-        lines = b",\n".join(json.dumps(event, allow_nan=False).encode() for event in events)
+        lines = b",\n".join(_ENCODER.encode(event).encode() for event in events)
         before = b"[\n" if self._end == 0 else b",\n" if lines else b""
         with writing(self._path):
             self._file.seek(self._end)

@@ -50,7 +50,7 @@ def ray_cluster(warm_ray: dict[str, str]) -> Iterator[int]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="session", params=[32, 2], ids=["direct", "relays"])
+@pytest.fixture(scope="session", params=[relays.FAN_OUT, 2], ids=["direct", "relays"])
 def fan_out(request: pytest.FixtureRequest) -> Iterator[int]:
     """Yield the number of processes that one calls: four ranks are called directly, or through two relays."""
     with mock.patch.object(relays, "FAN_OUT", request.param):
