@@ -14,6 +14,7 @@ how long ranks take, but a busy machine makes them up to twice as many.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -32,6 +33,7 @@ import numpy as np
 import psutil
 import ray
 import torch
+from ray import cloudpickle
 
 from hybridengine.controller import relays
 from hybridengine.controller.calls import CallRecord, call_log
@@ -55,6 +57,7 @@ from hybridengine.temporary import temporary_folder
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid, group_with
 from hybridengine.topology.sizes import GenSizes, TrainSizes
+from hybridengine.training.iterations import call_metrics
 
 NUM_RANKS = (128, 1024, 4096, 16384)
 NUM_HOSTS, RANKS_PER_NODE, STEPS = 4, 8, 4
@@ -74,20 +77,19 @@ REPORT = dict.fromkeys(("received_bytes", "peak_weight_bytes", "redundant_bytes"
 COLUMNS = ("tokens", "log_probs")
 
 
-@ray.remote(max_concurrency=64, num_cpus=0)
 class Host:
     """Threads that answer as ranks and relays do."""
 
     def __init__(self) -> None:
-        self._result = ray.cloudpickle.dumps(REPORT)
+        self._result = cloudpickle.dumps(REPORT)
         self._content = ray.put(np.zeros((4, 8), dtype=np.uint8))
 
-    def rank(self, rank: int, share: Share) -> Outcome:
+    def rank(self, rank: int, share: Share, *_: Any) -> Outcome:
         now, held = time.time(), {"resident_bytes": 2**30 + rank, "device_bytes": 2**36}
         return Outcome(now, time.time(), held_bytes=held, result=self._result if share.is_source else None)
 
     @ray.method(num_returns=2)
-    def rows_of_rank(self, rank: int, share: Share) -> tuple[Outcome, StoredRows]:
+    def rows_of_rank(self, rank: int, share: Share, *_: Any) -> tuple[Outcome, StoredRows]:
         columns = {name: StoredColumn(self._content, False, torch.float32, (2,)) for name in COLUMNS}
         lengths = np.zeros((len(share.rows), 8), dtype=np.uint8)
         columns["lengths"] = StoredColumn(lengths, True, torch.int64)
@@ -134,7 +136,8 @@ class SimulatedPool(ResourcePool):
     def start(self) -> None:
         if self.started:
             return
-        hosts = [Host.remote() for _ in range(NUM_HOSTS)]
+        host_class = ray.remote(Host).options(max_concurrency=64, num_cpus=0)
+        hosts = [host_class.remote() for _ in range(NUM_HOSTS)]
         processes = [Simulated(hosts[rank % NUM_HOSTS], rank) for rank in range(self.num_ranks)]
 
         def new_relay(branches: Sequence[Branch]) -> Simulated:
@@ -160,7 +163,7 @@ def steps(num_ranks: int) -> list[str]:
     """Return a row of the table: costs of groups and steps of PPO."""
     for worker in WORKERS.values():
         import_object(worker)
-    ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level=logging.ERROR)
     pool = SimulatedPool([RANKS_PER_NODE] * (num_ranks // RANKS_PER_NODE))
     pool.start()
     sizes = f"4-8-{num_ranks // 32}"
@@ -202,9 +205,10 @@ def steps(num_ranks: int) -> list[str]:
 
 
 def _drawn(records: Sequence[CallRecord], file: Path) -> tuple[int, float]:
-    """Return bytes and CPU seconds of a step's calls in the timeline of a run."""
+    """Return the bytes of a step's calls in the timeline of a run, and CPU seconds to draw and to measure them."""
     spans, readings = list[Span](), list[Reading]()
     begin = time.process_time()
+    call_metrics(records, 0, 0.0, time.time())
     for record in records:
         for rank, (start, end) in record.spans.items():
             spans.append(Span(str(record), "other", rank, _node(rank), record.role, start, end, "", 1))
@@ -244,6 +248,7 @@ GRIDS = ("8-8-2", "8-8-16", "8-8-64", "8-8-256")
 def process_groups(train: str) -> list[str]:
     """Return a row of the table: groups that one rank creates for an actor, in a world where others need no time."""
     import torch.distributed as dist
+    from megatron.core import parallel_state
 
     from hybridengine.backends.megatron.groups import build_groups, initialize_globals
     from hybridengine.rehearsal.world import rehearsed_world
@@ -259,6 +264,7 @@ def process_groups(train: str) -> list[str]:
         before = world.group_count
         initialize_globals(0)
         globals_s, num_globals = time.process_time() - begin, world.group_count - before
+        parallel_state.destroy_model_parallel()
     own = [train, f"{grid.num_ranks:,}", str(num_own), f"{len(registry._groups):,}", f"{groups_s:.2f}"]
     return [*own, f"{num_globals:,}", f"{globals_s:.2f}"]
 
@@ -286,8 +292,8 @@ def main() -> None:
             "groups: CPU s",
             "steps: CPU s",
             "MiB",
-            "timeline: MiB a step",
-            "drawing: CPU s",
+            "timeline: MiB",
+            "records: CPU s",
         ]
         rows = (steps(num_ranks) for num_ranks in options.num_ranks)
     table = [headings]

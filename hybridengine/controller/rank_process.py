@@ -43,18 +43,6 @@ class RankIdentity:
 
 
 @dataclass(frozen=True)
-class Call:
-    """Call of a role's method, the same on all ranks."""
-
-    role: str
-    method: str
-    timeout_s: float
-
-    def __str__(self) -> str:
-        return f"{self.role}.{self.method}"
-
-
-@dataclass(frozen=True)
 class NewRole:
     """What ranks create the worker of a role from."""
 
@@ -213,7 +201,7 @@ class RankProcess:
         self._stored = keep_rows(str(call), result, len(share.rows), owner)
         self.cost["inline_bytes"] += self._stored.inline_bytes
 
-    def _run(self, packed: Any, share: Share, inputs: Any) -> tuple[Any, Call, Any]:
+    def _run(self, packed: Any, share: Share, inputs: Any) -> tuple[Any, Any, Any]:
         from hybridengine.controller.row_requests import Part, fetch_arguments
         from hybridengine.controller.stored_rows import Owner
 

@@ -84,7 +84,7 @@ class Branch:
         if not self.children:
             (share,) = request.read_shares()
             ask = self.process.give_rows if request.has_rows else getattr(self.process, method)
-            sent: Any = ask.remote(packed, share, *inputs)
+            sent = ask.remote(packed, share, *inputs)
         else:
             # References inside lists: the relay passes them on without waiting for them or reading them.
             passed = request._replace(
@@ -95,7 +95,8 @@ class Branch:
             ask = self.process.give_rows if request.has_rows else self.process.call
             sent = ask.remote(self.num_asked, passed)
         number, self.num_asked = self.num_asked, self.num_asked + 1
-        return Asked(self, number, *(sent if request.has_rows else (sent, None)))
+        answer, rows = sent if request.has_rows else (sent, None)
+        return Asked(self, number, answer, rows)
 
     def paths(self, sources: Collection[int]) -> dict[int, Path]:
         """Return source rank -> path to its rows."""

@@ -19,7 +19,6 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from hybridengine.controller.failures import InputFailedError
-from hybridengine.controller.rank_process import Call
 from hybridengine.controller.relays import Path
 from hybridengine.controller.stored_rows import Content, Owner, StoredColumn, StoredRows, as_bytes
 from hybridengine.errors import ProtocolError, TransferError
@@ -28,6 +27,18 @@ from hybridengine.rows.protocols import ROW_NUMBERS
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and named arguments of a call: a `RowsRequest` in place of a batch, an `ItemsRequest` in place of items."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Call of a role's method, the same on all ranks."""
+
+    role: str
+    method: str
+    timeout_s: float
+
+    def __str__(self) -> str:
+        return f"{self.role}.{self.method}"
 
 
 class Batch(NamedTuple):

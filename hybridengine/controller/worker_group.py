@@ -16,9 +16,16 @@ from tensordict import TensorDictBase
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.controller.calls import Future, call_log
 from hybridengine.controller.pool import ResourcePool
-from hybridengine.controller.rank_process import Call, NewRole
+from hybridengine.controller.rank_process import NewRole
 from hybridengine.controller.relays import Asked, Branch, Request, Share
-from hybridengine.controller.row_requests import Arguments, ItemsRequest, Part, map_arguments, traffic_bytes
+from hybridengine.controller.row_requests import (
+    Arguments,
+    Call,
+    ItemsRequest,
+    Part,
+    map_arguments,
+    traffic_bytes,
+)
 from hybridengine.controller.rows import Batches, Produced, Rows, Source
 from hybridengine.errors import ConfigError, ProtocolError, UnknownNameError, WrongArgumentsError, raise_all
 from hybridengine.importing import import_object
