@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 os.environ |= {
@@ -46,7 +47,7 @@ from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.roles import Roles, Sampling, Scorers
 from hybridengine.formatting import aligned
-from hybridengine.importing import import_object
+from hybridengine.importing import import_object, nothing_collected
 from hybridengine.models.presets import resolve_model
 from hybridengine.report.timeline import Reading, Span, TimelineWriter
 from hybridengine.reshard.compiler import compile_plan
@@ -60,7 +61,7 @@ from hybridengine.topology.sizes import GenSizes, TrainSizes
 from hybridengine.training.iterations import call_metrics
 
 NUM_RANKS = (128, 1024, 4096, 16384)
-NUM_HOSTS, RANKS_PER_NODE, STEPS = 4, 8, 4
+NUM_HOSTS, RANKS_PER_NODE, STEPS = 4, 8, 9
 PROCESS = psutil.Process()
 WORKERS = {
     "actor": "workers.actor.ActorWorker",
@@ -161,8 +162,9 @@ def _node(rank: int) -> str:
 
 def steps(num_ranks: int) -> list[str]:
     """Return a row of the table: costs of groups and steps of PPO."""
-    for worker in WORKERS.values():
-        import_object(worker)
+    with nothing_collected():  # as a group does
+        for worker in WORKERS.values():
+            import_object(worker)
     ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level=logging.ERROR)
     pool = SimulatedPool([RANKS_PER_NODE] * (num_ranks // RANKS_PER_NODE))
     pool.start()
@@ -197,7 +199,7 @@ def steps(num_ranks: int) -> list[str]:
         f"{num_ranks:,}",
         f"{len(pool._branches):,}",
         f"{made_s:.2f}",
-        " ".join(f"{one:.2f}" for one in cpu_s),
+        f"{median(cpu_s):.2f} ({min(cpu_s):.2f} to {max(cpu_s):.2f})",
         f"{held / 2**20:.0f}",
         f"{written / 2**20:.2f}",
         f"{drawing_s:.2f}",
@@ -278,7 +280,7 @@ def main() -> None:
     parser.add_argument("--direct", action="store_true", help="without relays")
     options = parser.parse_args()
     if options.direct:
-        relays.FAN_OUT = 2**30
+        relays.NUM_CALLED = 2**30
     if options.what == "plans":
         headings = ["plan", "ranks", "domain", "layouts, domains: CPU s", "plan: CPU s", "MiB", "buckets"]
         rows = (plan(*one) for one in PLANS)

@@ -1,8 +1,9 @@
-"""Relays: processes that pass calls on to ranks, so that no process, controller or relay, calls more than `FAN_OUT`."""
+"""Relays: processes that pass calls on to ranks, so that the controller calls a few processes, whatever the ranks are."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import pickle
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from ray.exceptions import RayError
 
 from hybridengine.controller.failures import Answer, answer_of, lost_answer
 
+NUM_CALLED = 16
+"""Largest number of processes that the controller calls in a pool. A pool of up to as many ranks has no relays."""
 FAN_OUT = 64
-"""Largest number of processes that one process calls. A pool of up to as many ranks has no relays."""
+"""Largest number of ranks below one relay."""
 LOOK_LIMIT_S = 5.0
 """Time limit for a relay below another one to say which of its ranks have answered."""
 Path = tuple[int, ...]
@@ -107,13 +110,17 @@ class Branch:
 
 
 def branches_over(processes: Sequence[Any], new_relay: Callable[[Sequence[Branch]], Any]) -> list[Branch]:
-    """Return at most `FAN_OUT` branches over processes in rank order; `new_relay` starts a relay over some branches."""
+    """Return at most `NUM_CALLED` branches over processes in rank order; `new_relay` starts a relay over branches."""
     level = [Branch(process, range(rank, rank + 1)) for rank, process in enumerate(processes)]
-    while len(level) > FAN_OUT:
-        parts = [tuple(level[begin : begin + FAN_OUT]) for begin in range(0, len(level), FAN_OUT)]
+    size = FAN_OUT
+    while len(level) > NUM_CALLED:
+        parts = [tuple(level[begin : begin + size]) for begin in range(0, len(level), size)]
         level = [
             Branch(new_relay(part), range(part[0].ranks.start, part[-1].ranks.stop), part) for part in parts
         ]
+        size = math.ceil(
+            len(level) / NUM_CALLED
+        )  # no more: ranks are sent the places of all rows below a branch
     return level
 
 

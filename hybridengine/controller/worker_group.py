@@ -28,7 +28,7 @@ from hybridengine.controller.row_requests import (
 )
 from hybridengine.controller.rows import Batches, Produced, Rows, Source
 from hybridengine.errors import ConfigError, ProtocolError, UnknownNameError, WrongArgumentsError, raise_all
-from hybridengine.importing import import_object
+from hybridengine.importing import import_object, nothing_collected
 from hybridengine.rows.protocols import GroupTopology, Protocol, Registration, registered
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder
@@ -77,7 +77,8 @@ class WorkerGroup:
                 ranks or do not nest, the role exists, or the class has no registered methods.
             RankFailedError: a worker's constructor failed.
         """
-        cls = import_object(worker) if isinstance(worker, str) else worker
+        with nothing_collected():  # calls of many ranks make objects, and would have these imports searched
+            cls = import_object(worker) if isinstance(worker, str) else worker
         methods = registered(cls)
         self.pool = pool
         self.role = role or _role_of(cls)

@@ -39,11 +39,11 @@ def _wait_for(view: LiveView, role: str, note: str) -> None:
 
 
 def test_ranks_are_seen_to_end_though_nobody_waits_for_them(
-    actor: WorkerGroup, critic: WorkerGroup, view: LiveView, fan_out: int
+    actor: WorkerGroup, critic: WorkerGroup, view: LiveView, num_called: int
 ) -> None:
     actor.sleep(2, 3.0)  # the other three ranks return at once
     rows = critic.doubled(actor.numbers(Rows.numbered(8)))
-    num_ended = 3 if fan_out > 4 else 2  # a relay answers for its two ranks together
+    num_ended = 3 if num_called > 4 else 2  # a relay answers for its two ranks together
     _wait_for(view, "actor", f"sleep, {num_ended}/4 ranks done")
     _wait_for(view, "critic", "waits: doubled")  # for rows of rank 2
     _wait_for(view, "actor", "")

@@ -1,5 +1,5 @@
 """Relays between the controller and ranks, on a real Ray cluster: their order, their failures, and those of ranks below
-them. What groups do through relays is tested where it is tested without them (`fan_out`)."""
+them. What groups do through relays is tested where it is tested without them (`num_called`)."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tests.full.probe_workers import ProbeWorker, batch_of
 
 @pytest.fixture(autouse=True)
 def two_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relays, "NUM_CALLED", 2)
     monkeypatch.setattr(relays, "FAN_OUT", 2)
 
 

@@ -14,6 +14,7 @@ from hybridengine.controller import calls
 from hybridengine.controller.calls import LOOK_EVERY_S, Future, call_log, wait_any
 from hybridengine.controller.failures import Outcome, RankFailedError, RankFailure
 from hybridengine.controller.pool import ResourcePool
+from hybridengine.controller.relays import FAN_OUT, branches_over
 from hybridengine.errors import WorkerTimeoutError
 
 NUM_RANKS, NUM_CALLS = 64, 12
@@ -136,3 +137,31 @@ class _Reference(calls.ObjectRef):  # pyright: ignore[reportGeneralTypeIssues]
     """A reference without an object."""
 
     def __init__(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_called", "num_relays"),
+    [
+        (16, 16, 0),
+        (17, 1, 1),
+        (64, 1, 1),
+        (128, 2, 2),
+        (1024, 16, 16),
+        (4096, 16, 64 + 16),
+        (16384, 16, 256 + 16),
+    ],
+)
+def test_few_processes_are_called_however_many_ranks_there_are(
+    num_ranks: int, num_called: int, num_relays: int
+) -> None:
+    below: list[int] = []
+    branches = branches_over(range(num_ranks), lambda part: below.append(len(part)))
+    assert (len(branches), len(below)) == (num_called, num_relays)
+    assert max(below, default=0) <= FAN_OUT
+    assert [rank for branch in branches for rank in branch.ranks] == list(range(num_ranks))
+    paths = [branch.paths(range(0, num_ranks, 8)) for branch in branches]
+    assert [rank for found in paths for rank in found] == list(range(0, num_ranks, 8))
+    if (
+        num_ranks == 16384
+    ):  # the third branch begins at rank 2048; below it are 16 relays of 64 ranks, 8 of them sources
+        assert (paths[2][2048], paths[2][2048 + 64 + 16]) == ((0, 0), (1, 2))
