@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -140,10 +141,10 @@ class SimulatedPool(ResourcePool):
         host_class = ray.remote(Host).options(max_concurrency=64, num_cpus=0)
         hosts = [host_class.remote() for _ in range(NUM_HOSTS)]
         processes = [Simulated(hosts[rank % NUM_HOSTS], rank) for rank in range(self.num_ranks)]
+        turns = cycle(hosts)
 
         def new_relay(branches: Sequence[Branch]) -> Simulated:
-            first = branches[0].ranks.start
-            return Simulated(hosts[first // relays.FAN_OUT % NUM_HOSTS], first, is_relay=True)
+            return Simulated(next(turns), branches[0].ranks.start, is_relay=True)
 
         self._branches = branches_over(processes, new_relay)
         self._identities = [
