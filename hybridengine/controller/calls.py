@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from threading import RLock
@@ -14,13 +15,24 @@ from typing import Any, NoReturn
 
 import ray
 from ray import ObjectRef
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 
-from hybridengine.controller.failures import Outcome, RankFailure, rank_failed, root_cause
-from hybridengine.controller.row_requests import traffic_bytes
+from hybridengine.controller.failures import (
+    Answer,
+    Outcome,
+    RankFailure,
+    answer_of,
+    lost_answer,
+    rank_failed,
+    root_cause,
+)
+from hybridengine.controller.relays import LOOK_LIMIT_S, Asked
+from hybridengine.controller.row_requests import Batch
 from hybridengine.controller.whereabouts import report_lines, words_of
 from hybridengine.errors import WorkerError, WorkerTimeoutError, WrongArgumentsError
 
+LOOK_EVERY_S = 0.1
+"""Shortest interval between two looks of a wait at the outcomes of all calls, which takes time for each of them."""
 ECHO_GRACE_S = 5.0
 """Time to wait for the first failure before reporting one that may be its consequence."""
 
@@ -104,19 +116,21 @@ class Future:
         pool: Any,
         role: str,
         method: str,
-        outcomes: Mapping[int, ObjectRef],
+        answers: Mapping[ObjectRef, Sequence[int]],
         *,
         places: Sequence[str],
         timeout_s: float,
-        results: Mapping[int, ObjectRef] | None = None,
+        sources: Sequence[int] = (),
+        asked: Sequence[Asked] = (),
         inputs: Sequence[Future] = (),
     ) -> None:
-        """Wrap a call that all ranks of a pool have received.
+        """Wrap a call that all ranks of a pool have been sent.
 
         Args:
-            outcomes: rank -> reference to its `Outcome`.
+            answers: reference to an `Outcome` or `Answer` -> ranks that it is of.
             places: coordinate and node of each rank, as text.
-            results: source rank -> reference to its result, in row order.
+            sources: ranks whose results are collected, in row order.
+            asked: what the pool's branches have been sent.
             inputs: calls whose rows this call reads.
         """
         self.number, self.submitted_s = next(self._numbers), time.monotonic()
@@ -125,12 +139,13 @@ class Future:
         """Moment at which `wait_any` has first seen that ranks carry it out."""
         self.failures: list[RankFailure] = []
         """Failures of the ranks that have answered."""
-        self.num_ranks, self._places = len(outcomes), places
+        self.num_ranks, self._places = sum(map(len, answers.values())), places
         self._outcomes = dict[int, Outcome]()
-        self._pending = dict(outcomes)
-        """Rank -> its outcome that was not processed; replaced instead of changed, as other threads iterate over it."""
-        self.references = list((results or {}).values())
-        """References to the results of the source ranks, in row order."""
+        self._pending = dict(answers)
+        """Unprocessed answer -> its ranks; replaced instead of changed, as other threads iterate over it."""
+        self._sources, self._asked = sources, asked
+        self.batches = _batches(asked, sources)
+        """Locations of the rows of the source ranks, in row order; empty if the call gives none."""
         self.inputs = list(dict.fromkeys(call for one in inputs for call in (one, *one.inputs)))
         """Unfinished calls whose rows this call reads, directly or through other calls."""
         self._error: WorkerError | None = None
@@ -143,7 +158,7 @@ class Future:
     @property
     def missing(self) -> tuple[int, ...]:
         """Ranks that have not answered."""
-        return tuple(sorted(self._pending))
+        return tuple(sorted(rank for ranks in self._pending.values() for rank in ranks))
 
     @property
     def reported(self) -> bool:
@@ -151,12 +166,13 @@ class Future:
         return self._error is not None or any(call.failures and call.reported for call in self.inputs)
 
     def num_ended(self) -> int:
-        """Return the number of ranks that have ended the call, without processing outcomes; safe in any thread."""
-        pending = list(self._pending.values())
-        ended, _ = (
-            ray.wait(pending, num_returns=len(pending), timeout=0) if ray.is_initialized() else ([], [])
-        )
-        return self.num_ranks - len(pending) + len(ended)
+        """Return the number of ranks whose answer is there, without processing it; safe in any thread.
+
+        Ranks below a relay answer together.
+        """
+        pending = self._pending
+        ended = _arrived(pending) if ray.is_initialized() else []
+        return self.num_ranks - sum(map(len, pending.values())) + sum(len(pending[one]) for one in ended)
 
     def poll(self) -> bool:
         """Process arrived outcomes, and return True if all ranks have answered; a call that succeeded is recorded.
@@ -167,17 +183,8 @@ class Future:
             return True
         log = call_log()
         with log.lock:
-            ranks = {ref: rank for rank, ref in self._pending.items()}
-            arrived, _ = ray.wait(list(ranks), num_returns=len(ranks), timeout=0)
-            for rank, ref in ((ranks[ref], ref) for ref in arrived):
-                self._outcomes[rank] = outcome = _outcome_of(rank, ref)
-                log.count(outcome.inline_bytes)
-                if outcome.failure is not None:
-                    place = self._places[rank]
-                    self.failures.append(
-                        replace(outcome.failure, role=self.role, method=self.method, place=place)
-                    )
-            self._pending = {rank: ref for ref, rank in ranks.items() if rank not in self._outcomes}
+            for reference in _arrived(self._pending):
+                self._take(reference, _answer(reference, self._pending[reference]))
             if self._pending or self.failures:
                 return not self._pending
             self.inputs.clear()
@@ -186,11 +193,43 @@ class Future:
                 (log.observer or log.records.append)(self._record())
             return True
 
+    def _take(self, reference: ObjectRef, answer: Answer) -> None:
+        """Process the outcomes of an answer, and wait for references in it in place of this one."""
+        later, inline_bytes = dict[ObjectRef, list[int]](), 0
+        for rank, outcome in answer.items():
+            if isinstance(outcome, ObjectRef):
+                later.setdefault(outcome, []).append(rank)
+                continue
+            self._outcomes[rank] = outcome
+            inline_bytes += outcome.inline_bytes
+            if outcome.failure is not None:
+                place = self._places[rank]
+                self.failures.append(
+                    replace(outcome.failure, role=self.role, method=self.method, place=place)
+                )
+        call_log().count(inline_bytes)
+        self._pending = {one: ranks for one, ranks in self._pending.items() if one != reference} | later
+
+    def _look(self) -> None:
+        """Ask relays that have not answered which of their ranks have."""
+        with call_log().lock:
+            silent = [one for one in self._asked if one.branch.children and one.answer in self._pending]
+            looks = {one.branch.process.look.remote(one.number): one for one in silent}
+            looked, _ = (
+                ray.wait(list(looks), num_returns=len(looks), timeout=LOOK_LIMIT_S) if looks else ([], [])
+            )
+            for reference in looked:
+                one = looks[reference]
+                # Without an answer, the relay is at fault, and the ranks below it are missing.
+                if answer := _answer(reference, ()):
+                    self._take(one.answer, answer)
+
     def _record(self) -> CallRecord:
         outcomes = dict(sorted(self._outcomes.items()))
         transferred = Counter[str]()
         for outcome in outcomes.values():
-            transferred.update(outcome.transferred)
+            if outcome.transferred:
+                transferred.update(outcome.transferred)
         return CallRecord(
             self.role,
             self.method,
@@ -236,8 +275,7 @@ class Future:
             remaining = (deadline if end is None else end) - time.monotonic()
             if remaining <= 0:
                 raise self.hang(timeout_s) if timeout_s is not None else pending[0].hang()
-            references = [ref for call in pending for ref in call._pending.values()]
-            ray.wait(references, num_returns=1, timeout=remaining)
+            _wait_for_answers(pending, remaining)
 
     def _ahead(self) -> list[Future]:
         """Return the unfinished calls that must end before this one, as they share its ranks or produce its rows."""
@@ -255,13 +293,17 @@ class Future:
     def hang(self, timeout_s: float | None = None) -> WorkerTimeoutError:
         """Return the error for ranks that did not answer within `timeout_s`, by default the call's own limit."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
+        for call in (*call_log().unfinished, self):
+            if call.pool is self.pool and call.number <= self.number:
+                call._look()
         places = dict[int, str]()
         for rank in self.missing:
             calls = (call for call in call_log().unfinished if call.pool is self.pool)
             earlier = next((call for call in calls if rank in call.missing), self)
             places[rank] = self._places[rank] + (f", still in {earlier}" if earlier is not self else "")
         # Ranks report nothing before the call's own limit.
-        words = words_of(self._pending) if limit_s >= self.timeout_s else {}
+        pending = {rank: one for one, ranks in self._pending.items() for rank in ranks}
+        words = words_of(pending) if limit_s >= self.timeout_s else {}
         return WorkerTimeoutError(
             f"{self} did not end within {limit_s:g} s: {len(places)} of {self.num_ranks}"
             " ranks have not answered; see their stacks in the log, or raise the limit (of a run: timeouts.call_s)\n"
@@ -272,12 +314,9 @@ class Future:
         """Return the results of the source ranks, in row order; raises errors as `wait` does."""
         self.wait(timeout_s)
         if self._values is None:
-            try:
-                self._values = ray.get(self.references, timeout=self.timeout_s)
-            except RayError as error:
-                raise lost_results(f"{self} ended", error) from error
-            call_log().count(traffic_bytes(self._values))
-            self.references.clear()
+            results = [self._outcomes[rank].result for rank in self._sources]
+            self._values = [None if result is None else pickle.loads(result) for result in results]
+            self._outcomes.clear()
         return self._values
 
     def __repr__(self) -> str:
@@ -306,8 +345,21 @@ def wait_any(calls: Sequence[Future]) -> None:
         if len(pending) < len(calls):
             return
         left_s = (call.running_s + call.timeout_s - now for call in running)
-        references = [ref for call in pending for ref in call._pending.values()]
-        ray.wait(references, num_returns=1, timeout=min(left_s, default=pending[0].timeout_s))
+        _wait_for_answers(pending, min(left_s, default=pending[0].timeout_s))
+
+
+def _wait_for_answers(calls: Sequence[Future], timeout_s: float) -> None:
+    """Wait until answers of some calls are there: one, and others that follow within `LOOK_EVERY_S`.
+
+    The ranks of a call answer almost at the same time, and who waits looks at all answers of all calls each time.
+    """
+    call_of = {reference: call for call in calls for reference in call._pending}
+    begin = time.monotonic()
+    arrived, _ = ray.wait(list(call_of), num_returns=1, timeout=timeout_s)
+    if arrived:
+        others = list(call_of[arrived[0]]._pending)
+        left_s = timeout_s - (time.monotonic() - begin)
+        ray.wait(others, num_returns=len(others), timeout=max(0.0, min(LOOK_EVERY_S, left_s)))
 
 
 def _running(calls: Sequence[Future]) -> list[Future]:
@@ -345,15 +397,15 @@ def _first_failed(calls: Sequence[Future]) -> Future:
 def _expected_causes(calls: Sequence[Future], failed: Sequence[Future]) -> list[ObjectRef]:
     """Return the pending outcomes that may reveal the cause of the failures so far."""
     if all(_is_echo(failure) for call in failed for failure in call.failures):
-        return [ref for call in calls for ref in call._pending.values()]
+        return [reference for call in calls for reference in call._pending]
     # A rank ends its calls in order: it died in the first one that it has not ended.
     died = {(id(call.pool), failure.rank) for call in failed for failure in call.failures if failure.died}
     return [
-        ref
+        reference
         for call in calls
         if call.number < max(other.number for other in failed)
-        for rank, ref in call._pending.items()
-        if (id(call.pool), rank) in died
+        for reference, ranks in call._pending.items()
+        if any((id(call.pool), rank) in died for rank in ranks)
     ]
 
 
@@ -361,11 +413,25 @@ def _is_echo(failure: RankFailure) -> bool:
     return failure.in_collective or failure.lacks_input
 
 
-def _outcome_of(rank: int, ref: ObjectRef) -> Outcome:
+def _arrived(pending: Iterable[ObjectRef]) -> list[ObjectRef]:
+    """Return the references whose values are there."""
+    references = list(pending)
+    return ray.wait(references, num_returns=len(references), timeout=0)[0] if references else []
+
+
+def _answer(reference: ObjectRef, ranks: Sequence[int]) -> Answer:
     try:
-        return ray.get(ref)
+        return answer_of(ranks, ray.get(reference))
     except RayError as error:  # the process died, or Ray could not transfer arguments or result
-        died = isinstance(error, RayActorError)
-        text = " ".join(str(error).split())
-        now = time.time()
-        return Outcome(now, now, RankFailure(rank, f"{type(error).__name__}: {text}", died=died))
+        return lost_answer(ranks, error)
+
+
+def _batches(asked: Sequence[Asked], sources: Sequence[int]) -> list[Batch]:
+    are_sources = frozenset(sources)
+    found = {
+        rank: Batch(one.rows, path)
+        for one in asked
+        if one.rows is not None
+        for rank, path in one.branch.paths(are_sources).items()
+    }
+    return [found[rank] for rank in sources] if found else []

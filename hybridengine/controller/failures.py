@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pickle
 import re
+import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import PurePath
 
-from ray.exceptions import RayError
+from ray import ObjectRef
+from ray.exceptions import RayActorError, RayError
 
 from hybridengine.errors import HybridEngineError, StorageError, TransferError, WorkerError
 from hybridengine.redaction import without_secrets
@@ -79,6 +82,26 @@ class Outcome:
     """Bytes of rows inside the call's arguments and result, transferred by Ray through the controller."""
     held_bytes: dict[str, int] = field(default_factory=dict)
     """Memory held by the rank's process at the end of the call, by name (`machine.held_bytes`)."""
+    result: bytes | None = None
+    """The pickled result of a source rank, unless it is rows."""
+
+
+Answer = dict[int, Outcome | ObjectRef]
+"""Rank -> its outcome, or a reference to an outcome that has not arrived yet."""
+
+
+def answer_of(ranks: Sequence[int], value: Outcome | Answer) -> Answer:
+    """Return the answer of a branch of ranks, from what its process has returned."""
+    return {ranks[0]: value} if isinstance(value, Outcome) else value
+
+
+def lost_answer(ranks: Sequence[int], error: RayError) -> Answer:
+    """Return the answer of ranks whose process, or relay, has died or could not be sent its call."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if len(ranks) > 1:
+        text = f"the relay of ranks {ranks[0]} to {ranks[-1]} has failed, and these are lost: {text}"
+    now, died = time.time(), isinstance(error, RayActorError)
+    return {rank: Outcome(now, now, RankFailure(rank, text, died=died)) for rank in ranks}
 
 
 class RankFailedError(WorkerError):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from types import TracebackType
 from typing import Any
 
 import ray
-from ray import ObjectRef
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -17,6 +18,7 @@ from hybridengine.controller import cluster
 from hybridengine.controller.calls import Future, call_log
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.rank_process import RankIdentity, RankProcess, Seat, process_environment
+from hybridengine.controller.relays import Asked, Branch, Relay, branches_over
 from hybridengine.errors import ConfigError, WorkerError, raise_all
 from hybridengine.machine import Device
 
@@ -76,6 +78,9 @@ class ResourcePool:
         self._env = dict(env or {})
         self._placement: PlacementGroup | None = None
         self._processes: list[Any] = []
+        self._relays: list[Any] = []
+        self._branches: list[Branch] = []
+        """What group calls are sent to: the processes, or relays over them."""
         self._identities: list[RankIdentity] = []
         self.devices: tuple[Device, ...] = ()
         """Device of each rank; empty before the start."""
@@ -128,27 +133,28 @@ class ResourcePool:
         self,
         role: str,
         method: str,
-        calls: Callable[[int, Any], tuple[ObjectRef, ObjectRef]],
+        ask: Callable[[Branch], Asked],
         *,
         sources: Sequence[int],
         timeout_s: float,
         places: Sequence[str],
         inputs: Sequence[Future] = (),
     ) -> Future:
-        """Submit one call to every rank: `calls(rank, process)` returns references to its outcome and its result.
+        """Submit one call to every rank: `ask` sends it to the ranks of a branch.
 
         Raises RankFailedError if an earlier call whose result was not fetched has failed.
         """
         self.raise_failures()
-        references = [calls(rank, process) for rank, process in enumerate(self._processes)]
+        asked = [ask(branch) for branch in self._branches]
         future = Future(
             self,
             role,
             method,
-            {rank: outcome for rank, (outcome, _) in enumerate(references)},
+            {one.answer: one.branch.ranks for one in asked},
             places=places,
             timeout_s=timeout_s,
-            results={rank: references[rank][1] for rank in sources},
+            sources=sources,
+            asked=asked,
             inputs=inputs,
         )
         call_log().add(future)
@@ -197,7 +203,7 @@ class ResourcePool:
                 logger.warning("ranks were ended without leaving the world: %s", error)
         if not ray.is_initialized():
             return
-        for process in self._processes:
+        for process in (*self._relays, *self._processes):
             ray.kill(process)
         if self._placement is not None:
             remove_placement_group(self._placement)
@@ -234,6 +240,16 @@ class ResourcePool:
                 )
         seats = self._on_all("take_seat", self.start_timeout_s)
         self._processes, self._identities = _number(self._processes, seats, self.ranks_per_node)
+        self._branches = branches_over(self._processes, self._new_relay)
+
+    def _new_relay(self, branches: Sequence[Branch]) -> Any:
+        """Start a relay over branches, on the node of the first rank."""
+        assert self._placement is not None, "reserve comes first"
+        bundle = bisect_right(list(accumulate(self.ranks_per_node)), branches[0].ranks.start)
+        strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
+        relay = ray.remote(Relay).options(num_cpus=0, scheduling_strategy=strategy).remote(branches)
+        self._relays.append(relay)
+        return relay
 
     def _join_world(self) -> None:
         timeout_s, node = self.start_timeout_s, self.nodes[0]
@@ -255,13 +271,15 @@ class ResourcePool:
     ) -> list[Any]:
         """Return the results of a `RankProcess` method on all ranks, or on the first ones that have arguments."""
         places = [f"node {node}" for node in self.nodes] or ["not started"] * self.num_ranks
-        references: list[Any] = [
-            getattr(process, method).remote(*given)
-            for process, given in zip(self._processes, arguments or [()] * self.num_ranks, strict=False)
-        ]
-        outcomes, results = (dict(enumerate(column)) for column in zip(*references, strict=True))
+        answers: dict[Any, Sequence[int]] = {
+            getattr(process, method).remote(*given): (rank,)
+            for rank, (process, given) in enumerate(
+                zip(self._processes, arguments or [()] * self.num_ranks, strict=False)
+            )
+        }
+        sources = range(len(answers))
         return Future(
-            self, "pool", method, outcomes, places=places, timeout_s=timeout_s, results=results
+            self, "pool", method, answers, places=places, timeout_s=timeout_s, sources=sources
         ).get()
 
 

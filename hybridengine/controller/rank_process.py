@@ -13,13 +13,15 @@ from datetime import timedelta
 from typing import Any
 
 import ray
+from ray import cloudpickle
 
 from hybridengine.controller import network
 from hybridengine.controller.failures import Outcome, failure_of
+from hybridengine.controller.relays import Share
 from hybridengine.controller.whereabouts import telling
 from hybridengine.importing import import_object, nothing_collected
 from hybridengine.machine import Device, held_bytes, total_bytes, wait_for_device
-from hybridengine.rows.protocols import RankContext
+from hybridengine.rows.protocols import GroupTopology, RankContext
 
 Gpu = tuple[int, str]
 """Position of a GPU among those of its node, and its name in CUDA_VISIBLE_DEVICES: an index, or that of a GPU or MIG."""
@@ -41,41 +43,37 @@ class RankIdentity:
 
 
 @dataclass(frozen=True)
-class Call:
-    """Call of a role's method on one rank."""
+class NewRole:
+    """What ranks create the worker of a role from."""
 
-    role: str
-    method: str
-    timeout_s: float
-    is_source: bool
-    """True if the protocol collects this rank's result."""
-    num_rows: int | None = None
-    """Number of rows that source ranks must return; None if the method returns no rows."""
-
-    def __str__(self) -> str:
-        return f"{self.role}.{self.method}"
+    name: str
+    worker: type | str
+    """Class, or its import path."""
+    topology: GroupTopology
+    config: dict[str, Any]
 
 
 def _answered(method: Callable[..., Any]) -> Any:
-    """Make a method return an `Outcome` and its result, and never raise; the device has ended its work then."""
-    ray.method(num_returns=2)(method)  # Ray reads this mark of the function that `wraps` names
+    """Make a method return an `Outcome` with its pickled result, and never raise; the device has ended its work then."""
 
     @functools.wraps(method)
-    def answer(self: RankProcess, *arguments: Any) -> tuple[Outcome, Any]:
+    def answer(self: RankProcess, *arguments: Any) -> Outcome:
         begin, failure, result = time.time(), None, None
         self.cost = {}
         try:
             result = method(self, *arguments)
             wait_for_device()
+            # Bytes, which a relay passes on without the classes of what is in them.
+            result = None if result is None else cloudpickle.dumps(result)
         except (Exception, SystemExit) as error:  # sent to the controller as data, with rank and traceback
-            failure = failure_of(self.rank, error)
-        return Outcome(begin, time.time(), failure, held_bytes=held_bytes(), **self.cost), result
+            failure, result = failure_of(self.rank, error), None
+        return Outcome(begin, time.time(), failure, held_bytes=held_bytes(), **self.cost, result=result)
 
     return answer
 
 
 class RankProcess:
-    """One rank of a pool. All remote methods return an `Outcome` and a result, and never raise.
+    """One rank of a pool. All remote methods return an `Outcome`, and never raise.
 
     Printed lines begin with `label`. `rank` is the number of the process until it has a rank.
     """
@@ -85,6 +83,7 @@ class RankProcess:
         """Fields of the present call's `Outcome`."""
         self._label, self._node = label, ""
         self._store: Any = None
+        self._stored: Any = None
         self._timeout_s = 0.0
         self._workers: dict[str, Any] = {}
 
@@ -162,30 +161,56 @@ class RankProcess:
         return Device(node_bytes, False, node_bytes)
 
     @_answered
-    def add_role(self, context: RankContext, worker: str | bytes, config: bytes) -> None:
-        """Create the worker of a role; `worker` is an import path or a pickled class, `config` pickled kwargs."""
+    def add_role(self, packed: bytes, _: Share) -> None:
+        """Create the worker of a role from the pickled `NewRole`."""
         with nothing_collected():
-            cls = import_object(worker) if isinstance(worker, str) else pickle.loads(worker)
-        self._workers[context.role] = cls(context, **pickle.loads(config))
+            role: NewRole = pickle.loads(packed)
+            cls = import_object(role.worker) if isinstance(role.worker, str) else role.worker
+        grid = role.topology.grid
+        context = RankContext(
+            role.name, self.rank, grid.num_ranks, role.topology, grid.coordinate(self.rank), self._node
+        )
+        self._workers[role.name] = cls(context, **role.config)
 
     @_answered
-    def call(self, call: Call, arguments: Any, *batches: Any) -> Any:
-        """Run a method of a role's worker; return its result, or the description of its rows, on source ranks.
+    def call(self, packed: Any, share: Share, *inputs: Any) -> Any:
+        """Run a method of a role's worker; return its result on source ranks.
 
-        `batches` are what requests in the `row_requests.Arguments` refer to; None for rows that were not produced.
+        `packed` is a (pickled) `row_requests.Part`, `inputs` are what its batches are found in.
         """
-        from hybridengine.controller.row_requests import fetch_arguments
-        from hybridengine.controller.stored_rows import Owner, keep_rows
+        from hybridengine.controller.row_requests import traffic_bytes
 
+        result, _, _ = self._run(packed, share, inputs)
+        if not share.is_source:
+            return None
+        self.cost["inline_bytes"] += traffic_bytes(result)
+        return result
+
+    @ray.method(num_returns=2)
+    def give_rows(self, packed: Any, share: Share, *inputs: Any) -> tuple[Outcome, Any]:
+        """Run a method of a role's worker; return the description of its rows, or None after a failure."""
+        outcome = self._keep(packed, share, inputs)
+        stored, self._stored = self._stored, None
+        return outcome, stored
+
+    @_answered
+    def _keep(self, packed: Any, share: Share, inputs: Any) -> None:
+        from hybridengine.controller.stored_rows import keep_rows
+
+        result, call, owner = self._run(packed, share, inputs)
+        self._stored = keep_rows(str(call), result, len(share.rows), owner)
+        self.cost["inline_bytes"] += self._stored.inline_bytes
+
+    def _run(self, packed: Any, share: Share, inputs: Any) -> tuple[Any, Any, Any]:
+        from hybridengine.controller.row_requests import Part, fetch_arguments
+        from hybridengine.controller.stored_rows import Owner
+
+        part: Part = pickle.loads(packed) if isinstance(packed, bytes) else packed
         owner = Owner(self._node, os.getpid(), self.rank)
-        with telling(call.timeout_s):
-            (args, kwargs), self.cost = fetch_arguments(str(call), arguments, batches, self._timeout_s, owner)
-            result = getattr(self._workers[call.role], call.method)(*args, **kwargs)
-            if not call.is_source or call.num_rows is None:
-                return result if call.is_source else None
-            stored = keep_rows(str(call), result, call.num_rows, owner)
-            self.cost["inline_bytes"] += stored.inline_bytes
-            return stored
+        with telling(part.call.timeout_s):
+            (args, kwargs), self.cost = fetch_arguments(part, share.rows, inputs, self._timeout_s, owner)
+            worker = self._workers[part.call.role]
+            return getattr(worker, part.call.method)(*args, **kwargs), part.call, owner
 
     @_answered
     def leave_world(self) -> None:

@@ -7,8 +7,8 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -19,13 +19,45 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from hybridengine.controller.failures import InputFailedError
+from hybridengine.controller.relays import Path
 from hybridengine.controller.stored_rows import Content, Owner, StoredColumn, StoredRows, as_bytes
 from hybridengine.errors import ProtocolError, TransferError
 from hybridengine.rows.batch import columns_of, payload_bytes
 from hybridengine.rows.protocols import ROW_NUMBERS
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and named arguments of a call, with a `RowsRequest` in place of every batch."""
+"""Positional and named arguments of a call: a `RowsRequest` in place of a batch, an `ItemsRequest` in place of items."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Call of a role's method, the same on all ranks."""
+
+    role: str
+    method: str
+    timeout_s: float
+
+    def __str__(self) -> str:
+        return f"{self.role}.{self.method}"
+
+
+class Batch(NamedTuple):
+    """Location of a source rank's `StoredRows`."""
+
+    reference: ObjectRef
+    """Reference to them, or to what the relay above the rank has returned."""
+    path: Path = ()
+    """Where they are below that relay."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A call and its arguments, which are cut for each of some ranks."""
+
+    call: Call
+    arguments: Arguments
+    batches: Sequence[tuple[int, Path]]
+    """(index among the inputs that accompany the call, path below it) of each batch that requests refer to."""
 
 
 def map_arguments(arguments: Arguments, function: Callable[[Any], Any]) -> Arguments:
@@ -193,6 +225,26 @@ class RowsOrigin:
     names: Mapping[str, str] | None
     """Selected columns: requested name -> stored name; None for all."""
 
+    def cut(self, part: slice) -> RowsOrigin:
+        """Return the origin of some of the rows."""
+        rows = self.rows[part]
+        blocks = tuple(
+            self.blocks[number] for number in block_numbers([first for first, _ in self.blocks], rows)
+        )
+        return replace(self, rows=rows, blocks=blocks)
+
+
+@dataclass(frozen=True)
+class ItemsRequest:
+    """The items of some ranks, one each."""
+
+    wanted: range
+    items: Sequence[Any]
+
+    def cut(self, wanted: range) -> Any:
+        """Return the item of one rank."""
+        return self.items[wanted.start - self.wanted.start]
+
 
 @dataclass(frozen=True)
 class RowsRequest:
@@ -209,8 +261,24 @@ class RowsRequest:
     not_sent: tuple[str, ...] = ()
     """Names of other columns in the controller, for the error that lists the existing ones."""
 
+    def cut(self, wanted: range) -> RowsRequest:
+        """Return the request for some of the rows."""
+        if wanted == self.wanted:
+            return self
+        part = slice(wanted.start - self.wanted.start, wanted.stop - self.wanted.start)
+        origins = tuple(
+            origin.cut(part) if isinstance(origin, RowsOrigin) else origin[part] for origin in self.origins
+        )
+        return replace(self, wanted=wanted, origins=origins)
+
+    @property
+    def batches(self) -> set[int]:
+        """Indices of the batches that it refers to."""
+        stored = (origin for origin in self.origins if isinstance(origin, RowsOrigin))
+        return {index for origin in stored for _, index in origin.blocks}
+
     def fetch(
-        self, batches: Sequence[StoredRows], timeout_s: float, reader: Owner | None = None
+        self, batches: Mapping[int, StoredRows], timeout_s: float, reader: Owner | None = None
     ) -> tuple[TensorDict, Received]:
         """Return the rows, read-only, and the cost of reading them.
 
@@ -236,7 +304,12 @@ class RowsRequest:
         return TensorDict({name: found[name] for name in names}, batch_size=[len(self.wanted)]), received
 
 
-def _columns(origin: RowsOrigin, batches: Sequence[StoredRows]) -> dict[str, ColumnRows]:
+def block_numbers(first_rows: Sequence[int] | np.ndarray, rows: np.ndarray) -> Sequence[int]:
+    """Return the numbers of the batches with these rows, ascending; without rows, of the first, which defines columns."""
+    return np.unique(np.searchsorted(first_rows, rows, side="right") - 1).tolist() if len(rows) else [0]
+
+
+def _columns(origin: RowsOrigin, batches: Mapping[int, StoredRows]) -> dict[str, ColumnRows]:
     """Return the columns of an origin, by requested name."""
     blocks = [(first, batches[place]) for first, place in origin.blocks]
     kept = dict.fromkeys(name for _, batch in blocks for name in batch.columns)
@@ -249,16 +322,28 @@ def _columns(origin: RowsOrigin, batches: Sequence[StoredRows]) -> dict[str, Col
 
 
 def fetch_arguments(
-    call: str, arguments: Arguments, batches: Sequence[StoredRows | None], timeout_s: float, reader: Owner
+    part: Part, rows: range, inputs: Sequence[Any], timeout_s: float, reader: Owner
 ) -> tuple[Arguments, dict[str, Any]]:
-    """Return the arguments with rows in place of requests, and the cost of reading them (fields of `Outcome`).
+    """Return a rank's arguments with rows in place of requests, and the cost of reading them (fields of `Outcome`).
 
+    `inputs` are the values of the references that accompanied the call.
     Raises InputFailedError if a call that should have produced rows failed; for the rest, see `RowsRequest.fetch`.
     """
-    found = [batch for batch in batches if batch is not None]
-    if len(found) < len(batches):
-        raise InputFailedError(f"rows that {call} was given were never produced")
     begin, transferred = time.perf_counter(), Counter[str]()
+    cut = map_arguments(
+        part.arguments,
+        lambda value: value.cut(rows) if isinstance(value, RowsRequest | ItemsRequest) else value,
+    )
+    requests = (value for value in (*cut[0], *cut[1].values()) if isinstance(value, RowsRequest))
+    needed = sorted({index for request in requests for index in request.batches})
+    places = [part.batches[index] for index in needed]
+    try:
+        batches = find_batches([(inputs[place], path) for place, path in places], timeout_s)
+    except RayError as error:
+        raise InputFailedError(f"rows that {part.call} was given were never produced ({error})") from error
+    if None in batches:
+        raise InputFailedError(f"rows that {part.call} was given were never produced")
+    found = dict(zip(needed, batches, strict=True))
 
     def value(argument: Any) -> Any:
         if not isinstance(argument, RowsRequest):
@@ -267,11 +352,28 @@ def fetch_arguments(
         transferred.update(received.transferred)
         return rows
 
-    return map_arguments(arguments, value), {
+    return map_arguments(cut, value), {
         "fetch_seconds": time.perf_counter() - begin,
         "transferred": dict(transferred),
-        "inline_bytes": sum(batch.inline_bytes for batch in found),
+        "inline_bytes": sum(batch.inline_bytes for batch in batches),
     }
+
+
+def find_batches(places: Sequence[tuple[Any, Path]], timeout_s: float) -> list[Any]:
+    """Return the batches at (value of `Batch.reference`, path); None for those whose call failed.
+
+    Raises RayError if a process that should have produced them, or its relay, has died.
+    """
+    found, paths = [value for value, _ in places], [path for _, path in places]
+    while below := [index for index, path in enumerate(paths) if path]:
+        references = [found[index][0] for index in below]
+        lists = dict(zip(set(references), ray.get([*set(references)], timeout=timeout_s), strict=True))
+        values = ray.get(
+            [lists[one][paths[at][0]] for one, at in zip(references, below, strict=True)], timeout=timeout_s
+        )
+        for index, value in zip(below, values, strict=True):
+            found[index], paths[index] = value, paths[index][1:]
+    return found
 
 
 def traffic_bytes(value: Any) -> int:
@@ -280,6 +382,8 @@ def traffic_bytes(value: Any) -> int:
         return payload_bytes(value)
     if isinstance(value, RowsRequest):
         value = value.origins
+    if isinstance(value, ItemsRequest):
+        value = value.items
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):

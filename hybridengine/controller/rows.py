@@ -9,12 +9,11 @@ from typing import NoReturn
 import numpy as np
 import ray
 import torch
-from ray import ObjectRef
 from ray.exceptions import RayError
 from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.controller.calls import Future, call_log, lost_results
-from hybridengine.controller.row_requests import RowsOrigin, RowsRequest
+from hybridengine.controller.row_requests import Batch, RowsOrigin, RowsRequest, block_numbers, find_batches
 from hybridengine.errors import ProtocolError, WrongArgumentsError
 from hybridengine.rows.batch import columns_of, num_rows
 
@@ -30,13 +29,13 @@ class Produced:
 
     future: Future
     """Future of the batches' `StoredRows`: Ray keeps their objects while references to these exist."""
-    first_rows: tuple[int, ...]
+    first_rows: np.ndarray
     """First row of each batch."""
     num_rows: int
 
 
-Batches = dict[ObjectRef, int]
-"""References to `StoredRows` that a reader needs -> their indices among those sent along."""
+Batches = dict[Batch, int]
+"""Batches that a reader needs -> their numbers in the reader's requests."""
 
 
 @dataclass(frozen=True)
@@ -169,10 +168,12 @@ class Rows:
         batches: Batches = {}
         request = self.request(range(len(self)), names or None, batches)
         try:
-            stored = ray.get(list(batches), timeout=READ_TIMEOUT_S)
+            inputs = ray.get([batch.reference for batch in batches], timeout=READ_TIMEOUT_S)
+            paths = [batch.path for batch in batches]
+            stored = find_batches(list(zip(inputs, paths, strict=True)), READ_TIMEOUT_S)
         except RayError as error:
             raise lost_results(f"the calls of {self!r} ended", error) from error
-        rows, received = request.fetch(stored, READ_TIMEOUT_S)
+        rows, received = request.fetch(dict(enumerate(stored)), READ_TIMEOUT_S)
         call_log().count(received.object_bytes)  # others were counted when their call ended
         return rows.clone()
 
@@ -209,18 +210,16 @@ def _row_numbers(index: Index, count: int) -> np.ndarray:
 def _origin(
     source: Source, wanted: range, columns: set[str] | None, batches: Batches
 ) -> RowsOrigin | TensorDict:
-    rows = np.arange(wanted.start, wanted.stop)
-    if source.rows is not None:
-        rows = source.rows[rows]
+    if source.rows is None:
+        rows = np.arange(wanted.start, wanted.stop)
+    else:
+        rows = source.rows[wanted.start : wanted.stop]
     origin = source.origin
     if isinstance(origin, Produced):
-        # Without rows, the first batch defines the columns.
-        numbers = np.unique(np.searchsorted(origin.first_rows, rows, side="right") - 1) if len(rows) else [0]
-        references = origin.future.references
-        blocks = tuple(
-            (origin.first_rows[number], batches.setdefault(references[number], len(batches)))
-            for number in numbers
-        )
+        kept, numbers = origin.future.batches, block_numbers(origin.first_rows, rows)
+        first_rows = origin.first_rows[numbers].tolist()
+        places = [batches.setdefault(kept[number], len(batches)) for number in numbers]
+        blocks = tuple(zip(first_rows, places, strict=True))
         return RowsOrigin(str(origin.future), blocks, rows, source.names)
     wanted_names = {new: old for new, old in source.here.items() if columns is None or new in columns}
     # Copied to its own storage: a view would send the whole batch.

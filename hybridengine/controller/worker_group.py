@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import ray
 from ray import ObjectRef, cloudpickle
 from tensordict import TensorDictBase
@@ -15,12 +16,20 @@ from tensordict import TensorDictBase
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.controller.calls import Future, call_log
 from hybridengine.controller.pool import ResourcePool
-from hybridengine.controller.rank_process import Call
-from hybridengine.controller.row_requests import Arguments, map_arguments, traffic_bytes
+from hybridengine.controller.rank_process import NewRole
+from hybridengine.controller.relays import Asked, Branch, Request, Share
+from hybridengine.controller.row_requests import (
+    Arguments,
+    Call,
+    ItemsRequest,
+    Part,
+    map_arguments,
+    traffic_bytes,
+)
 from hybridengine.controller.rows import Batches, Produced, Rows, Source
 from hybridengine.errors import ConfigError, ProtocolError, UnknownNameError, WrongArgumentsError, raise_all
-from hybridengine.importing import import_object
-from hybridengine.rows.protocols import GroupTopology, Protocol, RankContext, Registration, registered
+from hybridengine.importing import import_object, nothing_collected
+from hybridengine.rows.protocols import GroupTopology, Protocol, Registration, registered
 from hybridengine.topology.generation import GenerationGrid, Grouping
 from hybridengine.topology.grid import Grid, RankOrder
 from hybridengine.topology.sizes import GenSizes, TrainSizes
@@ -68,7 +77,8 @@ class WorkerGroup:
                 ranks or do not nest, the role exists, or the class has no registered methods.
             RankFailedError: a worker's constructor failed.
         """
-        cls = import_object(worker) if isinstance(worker, str) else worker
+        with nothing_collected():  # calls of many ranks make objects, and would have these imports searched
+            cls = import_object(worker) if isinstance(worker, str) else worker
         methods = registered(cls)
         self.pool = pool
         self.role = role or _role_of(cls)
@@ -81,14 +91,12 @@ class WorkerGroup:
         raise_all(self._problems(cls))
         pool.roles.add(self.role)
         pool.start()
-        self._contexts = [
-            RankContext(
-                self.role, rank, grid.num_ranks, self.topology, grid.coordinate(rank), pool.nodes[rank]
-            )
-            for rank in range(grid.num_ranks)
-        ]
         of_pool = f", pool {pool.name}" if pool.name not in ("", MAIN_POOL) else ""
-        self._places = [f"{context.coordinate}, node {context.node}{of_pool}" for context in self._contexts]
+        self._places = [
+            f"{coordinate}, node {node}{of_pool}"
+            for coordinate, node in zip(grid.coordinates(), pool.nodes, strict=True)
+        ]
+        self._sources: dict[Protocol, tuple[int, ...]] = {}
         self._make_workers(worker, dict(config or {}))
 
     @property
@@ -131,25 +139,23 @@ class WorkerGroup:
             raise ProtocolError(
                 f"{operation} returns a row for each that it is given, and was given none; pass rows"
             )
-        parts = {rows: _part(registration, arguments, rows) for rows in dict.fromkeys(ranges)}
-        call_log().count(sum(parts[rows].num_bytes for rows in ranges))
-        sources = registration.protocol.source_ranks(self.topology)
+        call, sources = Call(self.role, method, self.timeout_s), self._source_ranks(registration.protocol)
+        are_sources, parts = frozenset(sources), dict[range, _Packed]()
 
-        def call(rank: int, process: Any) -> tuple[ObjectRef, ObjectRef]:
-            num_rows = len(ranges[rank]) if registration.returns_rows else None
-            one = Call(self.role, method, self.timeout_s, rank in sources, num_rows)
-            part = parts[ranges[rank]]
-            try:
-                return process.call.remote(one, part.arguments, *part.batches)
-            except TypeError as error:  # Ray's, for unpicklable arguments, which its text lists
-                if isinstance(error.__cause__, WrongArgumentsError):
-                    raise error.__cause__ from None
-                raise
+        def ask(branch: Branch) -> Asked:
+            own = [ranges[rank] for rank in branch.ranks]
+            rows = range(min(one.start for one in own), max(one.stop for one in own))
+            if rows not in parts:
+                parts[rows] = _packed(call, registration, arguments, rows)
+            call_log().count(parts[rows].num_bytes)
+            shares = [Share(one, rank in are_sources) for one, rank in zip(own, branch.ranks, strict=True)]
+            packed, inputs = parts[rows].content, parts[rows].inputs
+            return branch.ask(Request("call", packed, shares, inputs, registration.returns_rows))
 
         future = self.pool.submit(
             self.role,
             method,
-            call,
+            ask,
             sources=sources,
             timeout_s=self.timeout_s,
             places=self._places,
@@ -157,9 +163,14 @@ class WorkerGroup:
         )
         if not registration.returns_rows:
             return future
-        first_rows = tuple(ranges[rank].start for rank in sources)
+        first_rows = np.array([ranges[rank].start for rank in sources])
         produced = Produced(future, first_rows, ranges[sources[-1]].stop)
         return Rows([Source(produced)], produced.num_rows)
+
+    def _source_ranks(self, protocol: Protocol) -> tuple[int, ...]:
+        if protocol not in self._sources:
+            self._sources[protocol] = protocol.source_ranks(self.topology)
+        return self._sources[protocol]
 
     def _row_ranges(
         self, protocol: Protocol, values: list[Any], operation: str
@@ -187,13 +198,12 @@ class WorkerGroup:
             raise ProtocolError(f"{operation}: {error}") from None
 
     def _make_workers(self, worker: type | str, config: dict[str, Any]) -> None:
-        shipped = worker if isinstance(worker, str) else cloudpickle.dumps(worker)
-        kwargs = cloudpickle.dumps(config)
+        packed = cloudpickle.dumps(NewRole(self.role, worker, self.topology, config))
         self.pool.submit(
             self.role,
             "__init__",
-            lambda rank, process: process.add_role.remote(self._contexts[rank], shipped, kwargs),
-            sources=range(self.num_ranks),
+            lambda branch: branch.ask(Request("add_role", packed, [Share()] * len(branch.ranks))),
+            sources=(),
             timeout_s=max(self.timeout_s, self.pool.start_timeout_s),
             places=self._places,
         ).wait()
@@ -235,29 +245,32 @@ def _plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return map_arguments((args, kwargs), value)
 
 
-class _Part(NamedTuple):
-    """Arguments of the ranks that get some rows."""
+class _Packed(NamedTuple):
+    """A `Part`, pickled once for all ranks whose rows it has."""
 
-    arguments: Arguments | ObjectRef
-    batches: list[ObjectRef]
-    """References to the `StoredRows` that requests in the arguments refer to."""
+    content: bytes | ObjectRef
+    inputs: Sequence[ObjectRef]
+    """References that accompany it, in which its batches are found."""
     num_bytes: int
-    """Bytes of rows sent by the controller to each rank."""
+    """Bytes of rows sent by the controller to each branch of ranks."""
 
 
-def _part(registration: Registration, arguments: Arguments, rows: range) -> _Part:
+def _packed(call: Call, registration: Registration, arguments: Arguments, rows: range) -> _Packed:
     batches: Batches = {}
 
     def value(argument: Any) -> Any:
         if registration.protocol.takes_items:
-            return argument[rows.start]
+            return ItemsRequest(rows, argument[rows.start : rows.stop])
         if not isinstance(argument, Rows):
             return argument
         return argument.request(rows, registration.columns, batches, registration.optional)
 
-    part = map_arguments(arguments, value)
-    num_bytes = traffic_bytes(part)
-    return _Part(ray.put(part) if num_bytes > INLINE_BYTES else part, list(batches), num_bytes)
+    requests = map_arguments(arguments, value)
+    inputs = {reference: index for index, reference in enumerate(dict.fromkeys(one for one, _ in batches))}
+    part = Part(call, requests, [(inputs[reference], path) for reference, path in batches])
+    num_bytes = traffic_bytes(requests)
+    content = ray.put(part) if num_bytes > INLINE_BYTES else cloudpickle.dumps(part)
+    return _Packed(content, [*inputs], num_bytes)
 
 
 def _role_of(cls: type) -> str:

@@ -6,13 +6,14 @@ Source: the document "Trace Event Format" of the Chromium project.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from hybridengine.errors import DataError, UnreadableError, shown
 from hybridengine.files import check_regular, parse_json, writing
@@ -32,6 +33,7 @@ def row_order(place: Place) -> tuple[str, int, str, int, str]:
 
 
 _logger = logging.getLogger(__name__)
+_ENCODER = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Span:
     @property
     def row(self) -> str:
         """Name of the rank's row, such as "rank 3"."""
-        return f"{self.pool} rank {self.rank}".lstrip()
+        return _row(self.pool, self.rank)
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Reading:
 
     @property
     def row(self) -> str:
-        return f"{self.pool} rank {self.rank}".lstrip()
+        return _row(self.pool, self.rank)
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,10 @@ class Timeline:
             end_s = _seconds(event["ts"] + event["dur"])
             place = rank, node, str(args["role"])
             self.spans.append(Span(name, str(event["cat"]), *place, start_s, end_s, pool, step))
+
+
+def _row(pool: str, rank: int) -> str:
+    return f"{pool} rank {rank}".lstrip()
 
 
 class TimelineWriter:
@@ -149,16 +155,16 @@ class TimelineWriter:
 
     def _names(self, records: Sequence[Span | Reading]) -> list[Event]:
         """Number new nodes and ranks, in order of pool and rank; return the metadata that name them."""
-        rows = {(one.node, one.pool, one.rank): one.row for one in records}
+        places = {(one.node, one.pool, one.rank) for one in records}
         events = list[Event]()
-        for place in sorted(rows.keys() - self._tids.keys(), key=row_order):
+        for place in sorted(places - self._tids.keys(), key=row_order):
             node, pool, rank = place
             tid = self._tids[place] = max(self._tids.values(), default=0) + 1
             names: dict[str, dict[str, str | int]] = {}
             if node not in self._pids:
                 self._pids[node] = FIRST_PID + len(self._pids)
                 names["process_name"] = {"name": node}
-            names["thread_name"] = {"name": rows[place], "pool": pool, "rank": rank}
+            names["thread_name"] = {"name": _row(pool, rank), "pool": pool, "rank": rank}
             numbers = {"pid": self._pids[node], "tid": tid, "ts": 0}
             events += [{"ph": "M", "name": name, **numbers, "args": args} for name, args in names.items()]
         return events
@@ -168,7 +174,7 @@ class TimelineWriter:
         return {"pid": self._pids[one.node], "tid": self._tids[one.node, one.pool, one.rank]}
 
     def _append(self, events: list[Event]) -> None:
-        lines = b",\n".join(json.dumps(event, allow_nan=False).encode() for event in events)
+        lines = b",\n".join(map(_ENCODER.encode, events))
         before = b"[\n" if self._end == 0 else b",\n" if lines else b""
         with writing(self._path):
             self._file.seek(self._end)

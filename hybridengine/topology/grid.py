@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cached_property
 
@@ -73,6 +73,11 @@ class Mesh(ABC):
     @cached_property
     def num_ranks(self) -> int:
         return math.prod(self.axes.values())
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out what is derived, and grows with the number of ranks: each process derives it anew."""
+        assert is_dataclass(self), "a mesh is made of its fields"
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def axis_size(self, axis: str) -> int:
         """Return the number of ranks along one axis; TopologyError if it does not exist."""

@@ -13,6 +13,7 @@ import ray
 import yaml
 
 from hybridengine.config import load_config
+from hybridengine.controller import relays
 from hybridengine.controller.cluster import start_ray
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
@@ -34,8 +35,15 @@ def ray_cluster(warm_ray: dict[str, str]) -> Iterator[int]:
     ray.shutdown()
 
 
+@pytest.fixture(scope="session", params=[relays.NUM_CALLED, 2], ids=["direct", "relays"])
+def num_called(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Yield the number of processes that the controller calls: four ranks are called directly, or through two relays."""
+    with mock.patch.multiple(relays, NUM_CALLED=request.param, FAN_OUT=2):
+        yield request.param
+
+
 @pytest.fixture(scope="session")
-def pool(ray_cluster: int) -> Iterator[ResourcePool]:
+def pool(ray_cluster: int, num_called: int) -> Iterator[ResourcePool]:
     """Four ranks for all tests; a test that ends or blocks ranks for good makes its own pool."""
     with ResourcePool([4], env={"PROBE": "seen"}, timeout_s=60) as pool:
         yield pool

@@ -86,9 +86,9 @@ def test_collectives_run_inside_a_group_call(actor: WorkerGroup) -> None:
     ],
 )
 def test_concatenating_protocols_collect_every_row_once(
-    request: pytest.FixtureRequest, role: str, method: str, collected: dict[int, range]
+    actor: WorkerGroup, critic: WorkerGroup, role: str, method: str, collected: dict[int, range]
 ) -> None:
-    group, batch = request.getfixturevalue(role), batch_of(7)
+    group, batch = {"actor": actor, "critic": critic}[role], batch_of(7)
     offset = 100 if role == "critic" else 0
     result = getattr(group, method)(batch).get()
     assert result["row_ids"].tolist() == [row + offset for row in range(7)]

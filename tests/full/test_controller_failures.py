@@ -173,7 +173,7 @@ def test_the_cause_is_blamed_and_not_its_echo_in_a_collective(ray_cluster: int) 
     switch.__cause__.__cause__ = dist.DistBackendError("unhandled system error")
     assert failure_of(0, switch).in_collective
     ray.get(later.remote(Outcome(0.0, 0.0), 0.0))  # the process that runs it next has started
-    arriving = {0: ray.put(Outcome(0.0, 0.0, echo)), 1: later.remote(Outcome(0.0, 0.0, cause), 0.5)}
+    arriving = {ray.put(Outcome(0.0, 0.0, echo)): [0], later.remote(Outcome(0.0, 0.0, cause), 0.5): [1]}
     with pytest.raises(
         RankFailedError, match=r"probe\.step failed on rank 1 .*the cause\nalso failed: rank 0 "
     ):

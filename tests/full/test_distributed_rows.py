@@ -16,6 +16,7 @@ from hybridengine.config import load_config
 from hybridengine.controller.calls import call_log
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.pool import ResourcePool
+from hybridengine.controller.row_requests import find_batches
 from hybridengine.controller.rows import Produced, Rows
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.errors import ProtocolError, TransferError, WrongArgumentsError
@@ -126,7 +127,8 @@ def object_of(rows: Rows) -> bytes:
     """Return Ray's name of the object that holds the column `wide` of rank 0."""
     (source,) = rows._sources
     assert isinstance(source.origin, Produced)
-    (stored,) = ray.get(source.origin.future.references[:1])
+    reference, path = source.origin.future.batches[0]
+    (stored,) = find_batches([(ray.get(reference), path)], timeout_s=60)
     return stored.columns["wide"].content.binary()
 
 

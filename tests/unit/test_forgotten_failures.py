@@ -31,7 +31,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> CallLog:
 def unfinished(log: CallLog, monkeypatch: pytest.MonkeyPatch, pool: ResourcePool, method: str) -> Future:
     """Return a call that no rank has answered."""
     call = Future(
-        pool, "role", method, {0: ray.ObjectRef.nil()}, places=[f"pool {pool.name}"], timeout_s=60.0
+        pool, "role", method, {ray.ObjectRef.nil(): [0]}, places=[f"pool {pool.name}"], timeout_s=60.0
     )
     monkeypatch.setattr(call, "poll", lambda: not call.missing)
     log.unfinished.append(call)

@@ -69,10 +69,10 @@ def test_a_call_ends_with_the_work_of_its_device(monkeypatch: pytest.MonkeyPatch
     slow = mock.Mock(side_effect=lambda: time.sleep(0.05))
     monkeypatch.setattr(torch, "cuda", mock.Mock(synchronize=slow, memory_allocated=lambda: 7))
     process = RankProcess("pool", 0)
-    outcome, _ = process.leave_world()
+    outcome = process.leave_world()
     assert outcome.failure is None
     assert outcome.end - outcome.begin >= 0.05
     slow.side_effect = RuntimeError("an illegal memory access was encountered")
-    outcome, result = process.leave_world()
-    assert result is None
+    outcome = process.leave_world()
+    assert outcome.result is None
     assert "illegal memory access" in str(outcome.failure)

@@ -14,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
-from hybridengine.controller.row_requests import ColumnRows, Received, RowsRequest, read_columns
+from hybridengine.controller.row_requests import (
+    ColumnRows,
+    Received,
+    RowsRequest,
+    find_batches,
+    read_columns,
+)
 from hybridengine.controller.rows import Batches, Produced, Rows, Source
 from hybridengine.controller.stored_rows import Content, Owner, StoredRows, store_rows
 from hybridengine.errors import ProtocolError, TransferError
@@ -28,7 +34,7 @@ class Ended:
     """The parts of a call that `Rows` needs: its name, and descriptions of its rows."""
 
     name: str
-    references: list[StoredRows]
+    batches: list[StoredRows]
 
     def __str__(self) -> str:
         return self.name
@@ -67,7 +73,8 @@ def fetch_request(
     request: RowsRequest, batches: Batches, reader: Owner | None = None
 ) -> tuple[TensorDict, Received]:
     with object_store():
-        return request.fetch(list(batches), 1.0, reader)  # type: ignore[arg-type]
+        stored = {number: batch for batch, number in batches.items()}
+        return request.fetch(stored, 1.0, reader)  # type: ignore[arg-type]
 
 
 def read_wanted(wanted: dict[str, ColumnRows], reader: Owner | None = None) -> Received:
@@ -92,7 +99,7 @@ def produced(name: str, batch: TensorDict, sizes: tuple[int, ...]) -> Produced:
         store(batch[first : first + size], rank, inline_bytes=48)
         for rank, (first, size) in enumerate(zip(first_rows, sizes, strict=True))
     ]
-    return Produced(Ended(name, stored), tuple(first_rows), NUM_ROWS)  # type: ignore[arg-type]
+    return Produced(Ended(name, stored), np.array(first_rows), NUM_ROWS)  # type: ignore[arg-type]
 
 
 ONE = produced("actor.one", FIRST, (3, 4))
@@ -143,9 +150,18 @@ def test_operations_are_those_of_a_tensordict(operations: list[tuple], num_parts
     assert len(rows) == len(expected)
     if len(rows) < num_parts:
         return
+    batches: Batches = {}
+    whole = rows.request(range(len(rows)), None, batches)
     for wanted in even_split(len(rows), num_parts):
         found = fetch(rows, wanted)
         assert set(found.keys()) == set(expected.keys())
+        cut = whole.cut(wanted)  # by a rank, from the rows of all ranks below its relay
+        assert cut.batches <= set(batches.values())
+        if len(wanted):
+            needed = dict(zip(batches.values(), batches, strict=True))
+            with object_store():
+                few = {number: needed[number] for number in cut.batches}
+                assert (cut.fetch(few, 1.0)[0] == found).all()  # type: ignore[arg-type]
         for name in expected.keys():  # noqa: SIM118  # a TensorDict iterates over its rows
             assert torch.equal(found[name], expected[name][wanted.start : wanted.stop])
 
@@ -345,7 +361,7 @@ def test_columns_by_other_names(here: bool) -> None:
 def test_a_column_that_some_ranks_lack_is_an_error_also_where_it_is_optional() -> None:
     halves = (FIRST.select("scores")[:3], FIRST[3:])
     stored = [store(half, rank, inline_bytes=48) for rank, half in enumerate(halves)]
-    rows = Rows([Source(Produced(Ended("compute.map", stored), (0, 3), NUM_ROWS))], NUM_ROWS)  # type: ignore[arg-type]
+    rows = Rows([Source(Produced(Ended("compute.map", stored), np.array([0, 3]), NUM_ROWS))], NUM_ROWS)  # type: ignore[arg-type]
     batches: Batches = {}
     request = rows.request(range(NUM_ROWS), ("scores",), batches, optional=("tokens",))
     with pytest.raises(TransferError, match=r"column 'tokens' of compute\.map is missing on rank 0"):
@@ -358,3 +374,14 @@ def test_rows_may_be_empty(rows: list[int]) -> None:
     found = read_wanted({"ids": ColumnRows("a.call", "ids", [(0, store(batch))], np.array(rows))})
     assert found.columns["ids"].shape == (len(rows), 3, 0)
     assert found.columns["ids"].dtype == torch.int64
+
+
+def test_batches_are_found_below_relays() -> None:
+    """Beside a batch that a rank has returned, one below a relay, and one below two."""
+    first, second, third = (store(FIRST[row : row + 1], row) for row in range(3))
+    with object_store():
+        below = put([put(second), put(None)])  # type: ignore[arg-type, list-item]
+        relay = put([put([below]), put([put([put(first), put(third)])])])  # type: ignore[arg-type, list-item]
+        values = [(first, ()), ([below], (0,)), ([relay], (1, 1)), ([below], (1,))]
+        found = find_batches(values, timeout_s=1.0)
+    assert [None if one is None else one.owner.rank for one in found] == [0, 1, 2, None]

@@ -157,7 +157,12 @@ def test_a_terminal_gets_the_view_the_lines_and_some_samples(
     config = _config(tmp_path)
     monkeypatch.setattr(Future, "num_ended", lambda call: 0)  # a call without Ray
     call = Future(
-        cast(Any, None), "actor", "generate_sequences", cast(Any, {0: "reference"}), places=[""], timeout_s=1
+        cast(Any, None),
+        "actor",
+        "generate_sequences",
+        cast(Any, {"reference": [0]}),
+        places=[""],
+        timeout_s=1,
     )
     with _terminal() as (console, written), RunOutput(config, NODES, Letters(), console) as output:
         monkeypatch.setattr(call_log(), "unfinished", [call])

@@ -332,6 +332,19 @@ def test_coordinates_print_their_axes_in_one_order() -> None:
     assert str(generation("1-4-1", "1-2", "interval").coordinate(3)) == "replica=1 pp=0 tp=1"
 
 
+def test_a_pickled_grid_does_not_grow_with_its_ranks() -> None:
+    """It is sent to every rank, with what the controller has derived from it."""
+    lengths = set()
+    for sizes in ("2-2-2", "8-8-99"):
+        grid = Grid(TrainSizes.parse(sizes))
+        assert grid.coordinate(3) is not None
+        again = pickle.loads(pickle.dumps(grid))
+        assert again == grid
+        assert again.coordinate(7) == grid.coordinate(7)
+        lengths.add(len(pickle.dumps(grid)))
+    assert max(lengths) - min(lengths) <= 4
+
+
 def test_coordinates_are_values_that_travel_between_processes() -> None:
     place = Grid(TrainSizes(2, 2, 2)).coordinate(5)
     assert (place.pp_rank, place["dp"], place.along(("tp", "pp"))) == (0, 1, (1, 0))
