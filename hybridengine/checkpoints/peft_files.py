@@ -29,6 +29,9 @@ PLAIN = {
     "rank_pattern": {},
     "alpha_pattern": {},
     "trainable_token_indices": None,
+    "alora_invocation_tokens": None,
+    "layer_replication": None,
+    "use_qalora": False,
 }
 """Entries of adapter_config.json whose other values mean something else than W + alpha / rank * B A."""
 

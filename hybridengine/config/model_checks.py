@@ -316,6 +316,12 @@ def _routing_replay(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
             f"{key}=true needs a mixture of experts, found {shape.family}; set {key}=false, or use another model",
             (key, "model"),
         )
+    if config.rollout.routing_replay and shape.windows:
+        yield Conflict(
+            f"{key}=true is not supported for a model whose attention has a window ({max(shape.windows)} tokens), because"
+            f" the engine lets go of what lies behind it; set {key}=false",
+            (key, "model"),
+        )
 
 
 def _positions(config: RunConfig, holder: ModelHolder, shape: ModelShape) -> Iterator[Conflict]:

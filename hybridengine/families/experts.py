@@ -34,6 +34,11 @@ class MixtureFamily(Family):
                 f"{self.expert_keys['num_active']}={experts.num_active} must be between 1 and {experts.num_experts}, the"
                 " number of experts; restore the model's original config.json"
             )
+        elif experts.num_active == 1 and experts.normalizes:
+            yield (
+                f"{self.expert_keys['num_active']}=1 with weights that add up to 1 is not supported,"
+                " because Megatron-core weights a single expert by its own score; use one with more active experts"
+            )
 
     def mlp_tensors(self, sizes: DecoderSizes, layer: int) -> dict[str, tuple[int, ...]]:
         experts = sizes.expert_layer(layer)

@@ -49,8 +49,8 @@ _KINDS: dict[str, tuple[type, str]] = {
     "id2label": (dict, "an object"),
     "tie_word_embeddings": (bool, "true or false"),
 }
-_MEANINGFUL_NULLS = ("num_key_value_heads", "sliding_window")
-"""Keys for which null has a meaning: one key head per query head, no window."""
+_MEANINGFUL_NULLS = ("num_key_value_heads", "sliding_window", "q_lora_rank")
+"""Keys for which null has a meaning: one key head per query head, no window, queries without a latent vector."""
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _RESTORE = "restore the model's original config.json"
 

@@ -155,7 +155,8 @@ class Sampling:
         After a loss of the ranks, no prompts are returned: new engines hold no weights.
         """
         rest, chosen, is_lost = list[str](), dict[str, Prompt](), False
-        for (source, in_place), prompts in self._groups(asked).items():
+        groups = self._tried(asked, partial(self._groups, asked))
+        for (source, in_place), prompts in (groups or {}).items():
             if is_lost or (chosen and not in_place):
                 rest += prompts
             elif in_place:
@@ -170,7 +171,10 @@ class Sampling:
         return chosen
 
     def _groups(self, asked: Mapping[str, Asked]) -> Mapping[tuple[Source, bool], dict[str, Prompt]]:
-        """Return prompts by the weights that they mean, and whether they are drawn in place; refuse the others."""
+        """Return prompts by the weights that they mean, and whether they are drawn in place; refuse the others.
+
+        Raises RanksLostError if the ranks were lost while they saved a model's newest adapters.
+        """
         groups, refused = defaultdict[tuple[Source, bool], dict[str, Prompt]](dict), dict[str, Exception]()
         model = self._model()
         for key, (prompt, sampler_id) in asked.items():
@@ -182,7 +186,11 @@ class Sampling:
                 else:
                     source = source_of(self._store, sampler, model, self._execution.held, self._newest)
                 groups[source, self._engines is None or needs_logits(prompt)][key] = prompt
-            except RequestError as error:
+            except RanksLostError:
+                raise
+            except Exception as error:  # the server stays: only this client's adapters cannot be saved
+                if not isinstance(error, RequestError):
+                    logger.exception("the weights that %s means cannot be saved", key)
                 refused[key] = error
         self._finish(refused)
         return groups

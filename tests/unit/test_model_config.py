@@ -205,6 +205,14 @@ BAD = {
         {"architectures": ["MixtralForCausalLM"], "sliding_window": None, "num_experts_per_tok": 9},
         "^num_experts_per_tok=9 must be between 1 and 8, the number of experts; restore",
     ),
+    "one active expert, normalized": (
+        {"architectures": ["MixtralForCausalLM"], "sliding_window": None, "num_experts_per_tok": 1},
+        "^num_experts_per_tok=1 with weights that add up to 1 is not supported, because Megatron-core weights a",
+    ),
+    "one active expert of DeepSeek-V3": (
+        {**DEEPSEEK, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1},
+        "^num_experts_per_tok=1 with weights that add up to 1 is not supported, because Megatron-core weights a",
+    ),
     "layers without experts": (
         {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0]},
         r"^decoder_sparse_step=1 with mlp_only_layers=\[0\] is not supported; use a model with experts",
@@ -253,6 +261,10 @@ BAD = {
     "DeepSeek-V3's way to score experts": (
         {**DEEPSEEK, "scoring_func": None},
         "^scoring_func=None is not supported; it must be 'sigmoid'",
+    ),
+    "DeepSeek-V3 with queries of no short vector": (
+        {**DEEPSEEK, "q_lora_rank": None},
+        "^q_lora_rank=null .* must be positive integers",
     ),
     "DeepSeek-V3 without a short vector of queries": (
         {**DEEPSEEK, "q_lora_rank": 0},

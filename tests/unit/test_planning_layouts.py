@@ -61,6 +61,9 @@ def test_generation_sizes_to_sweep_against_every_pair() -> None:
     assert max(sizes.tp_size for sizes in generation_sizes(LLAMA, train, 2)) == 4
     qwen = PRESETS["qwen2.5-7b"].shape()  # 28 heads, 4 KV heads: t_g = 8 is impossible
     assert {sizes.tp_size for sizes in generation_sizes(qwen, TrainSizes(1, 4, 2), 8)} == {1, 2, 4}
+    mixture = PRESETS["qwen3-30b-a3b"].shape()  # 4 KV heads, 128 experts: whole ones, or shards
+    found = {str(sizes) for sizes in generation_sizes(mixture, TrainSizes(1, 4, 1), 4)}
+    assert found == {"1-1", "2-1", "4-1", "1-2", "1-2 e=2", "2-2", "2-2 e=2", "1-4", "1-4 e=4"}
 
 
 def test_sizes_that_are_none_stay_an_error() -> None:

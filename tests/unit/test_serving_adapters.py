@@ -120,6 +120,29 @@ def test_models_with_gradients_at_a_time_have_each_its_own_step(rooms: Rooms) ->
     np.testing.assert_allclose(saved_row(room, second.path("on")), expected_row(5, 3))
 
 
+@pytest.mark.parametrize("error", [RanksLostError("a rank died", "restarted"), OSError(28, "No space left")])
+def test_adapters_that_cannot_be_saved_for_a_sample_are_no_other_clients_loss(
+    rooms: Rooms, error: Exception
+) -> None:
+    ranks = adapter_ranks()
+    room = rooms.start(ranks, places=2, max_restarts=1)
+    first, second = two_models(room)
+    key = first.sampler(1, kind="inflight")
+    first.forward_backward()
+    first.optim_step()
+    ranks.errors["save_sampler"] = [error]
+    waiting = room.submit(key, 0, "sample", prompt())
+    if isinstance(error, RanksLostError):
+        assert answer(room, waiting)["bytes"]
+    else:
+        with pytest.raises(Exception, match="No space left"):
+            answer(room, waiting)
+    second.forward_backward()
+    second.optim_step()
+    np.testing.assert_allclose(saved_row(room, second.path("on")), expected_row(5, 2))
+    assert room.failure is None
+
+
 def test_samples_of_several_models_and_of_the_base_are_one_call(rooms: Rooms) -> None:
     ranks = adapter_ranks()
     room = rooms.start(ranks, places=2, quiet_s=0.2)

@@ -134,7 +134,9 @@ class RequestRoutes:
         cached = self._cache.experts_SLK
         rows = torch.cat([cached.new_empty(0, *cached.shape[1:], device="cpu"), *self._kept[name].rows])
         if self._stages.size() > 1:  # each has filled the rows of its layers alone
-            dist.all_reduce(rows, group=self._stages)
+            summed = rows.int()  # gloo adds no numbers of 16 bits
+            dist.all_reduce(summed, group=self._stages)
+            rows = summed.to(rows.dtype)
         return rows.numpy()
 
     def take(self, name: str) -> np.ndarray:

@@ -75,10 +75,11 @@ def generation_sizes(shape: ModelShape, train: TrainSizes, max_tp_size: int) -> 
         if num_ranks > largest:
             return
         for tp_size in divisors(num_ranks):
-            sizes = GenSizes(num_ranks // tp_size, tp_size)
-            if (
-                tp_size <= widest
-                and not sizes.problems_over(train)
-                and not gen_problems(shape, sizes, train.tp_size)
-            ):
-                yield sizes
+            for expert_parts in sorted({1, tp_size}) if shape.experts else (1,):
+                sizes = GenSizes(num_ranks // tp_size, tp_size, expert_parts)
+                if (
+                    tp_size <= widest
+                    and not sizes.problems_over(train)
+                    and not gen_problems(shape, sizes, train.tp_size)
+                ):
+                    yield sizes
