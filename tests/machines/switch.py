@@ -32,8 +32,6 @@ from typing import Any, NamedTuple
 INTERFACE = "net0"
 """Name of the device on each host."""
 
-QUEUE_S = 0.05
-"""Length of the queue in front of a cable, as the time in which it drains; more frames are dropped."""
 FRAMES_AT_ONCE = 64
 """Largest number of frames that are read from one host before it is the others' turn."""
 LARGEST_READ = 2**17
@@ -63,6 +61,8 @@ class Cable:
     """Probability that a frame is lost."""
     mtu: int | None = None
     """Larger IP packets are dropped silently, as in a tunnel that nobody knows of; None: all pass."""
+    queue_s: float = 0.05
+    """Length of the queue in front of the cable, as the time in which it drains; more frames are dropped."""
     up: bool = True
     """False: nothing passes. The host's interface stays up, as if a device further away had failed."""
 
@@ -171,7 +171,7 @@ class Switch:
             not cable.up
             or (cable.mtu is not None and transit.largest_packet_bytes > cable.mtu)
             or (cable.loss and self.random.random() < cable.loss)
-            or begin_s - transit.at_s > QUEUE_S
+            or begin_s - transit.at_s > cable.queue_s
             or frozenset((transit.sender.name, transit.receiver.name)) in self.blocked
         ):
             self.dropped_frames[transit.sender.name, transit.receiver.name] += 1

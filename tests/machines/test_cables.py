@@ -12,11 +12,8 @@ import pytest
 
 from tests.machines.hosts import Host, Network, joined_hosts
 from tests.machines.switch import INTERFACE, Cable
-from tests.machines.traffic import listening, round_trips_s, seconds_to_send
+from tests.machines.traffic import listening, on_the_wire, round_trips_s, seconds_to_send
 
-IP_AND_TCP_BYTES = 52
-"""Headers of each packet: IPv4, TCP and its time stamps."""
-ETHERNET_BYTES = 14
 TRIES = 20
 
 
@@ -164,9 +161,3 @@ except OSError:  # no answer, be it to the request for the Ethernet address
 def connects(one: Host, other: Host) -> str:
     """Return what comes of connecting to the port of `listening`."""
     return one.run(sys.executable, "-c", CONNECT, other.address).stdout.strip()
-
-
-def on_the_wire(num_bytes: int) -> float:
-    """Return the bytes of the frames that carry so many bytes over TCP, in packets of 1500 bytes."""
-    headers = IP_AND_TCP_BYTES + ETHERNET_BYTES
-    return num_bytes * (1500 + ETHERNET_BYTES) / (1500 + ETHERNET_BYTES - headers)

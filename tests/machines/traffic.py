@@ -14,15 +14,19 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tests.machines.hosts import Host
+    from tests.machines.hosts import Host, Network
 
 PORT = 5077
 BLOCK_BYTES = 2**18
+IP_AND_TCP_BYTES = 52
+"""Headers of each packet: IPv4, TCP and its time stamps."""
+ETHERNET_BYTES = 14
 
 
 @contextmanager
@@ -47,6 +51,21 @@ def round_trips_s(asker: Host, other: Host, times: int, limit_s: float = 60) -> 
     """Return the times of round trips over TCP to a host that is `listening`, in ascending order."""
     done = asker.run(sys.executable, __file__, "ask", other.address, times, limit_s=limit_s)
     return sorted(json.loads(done.stdout))
+
+
+def on_the_wire(num_bytes: float) -> float:
+    """Return the bytes of the frames that carry so many bytes over TCP, in packets of 1500 bytes."""
+    headers = IP_AND_TCP_BYTES + ETHERNET_BYTES
+    return num_bytes * (1500 + ETHERNET_BYTES) / (1500 + ETHERNET_BYTES - headers)
+
+
+@contextmanager
+def counted(network: Network) -> Iterator[Counter[tuple[str, str]]]:
+    """Yield the bytes of frames that arrive in the block, by sender and receiver, which are known at its end."""
+    sent = Counter[tuple[str, str]]()
+    sent.subtract(network.sent_bytes())
+    yield sent
+    sent.update(network.sent_bytes())
 
 
 def serve(address: str) -> None:

@@ -96,7 +96,7 @@ def measured_cluster(num_ranks: int, on_gpus: bool) -> Cluster:
     """Return this machine as a cluster with measured rates and unfitted coefficients."""
     start_ray(num_cpus=num_ranks)
     with ResourcePool([num_ranks], use_gpus=on_gpus, env=rank_environment(use_gpus=on_gpus)) as pool:
-        rates = _measured_rates(
+        rates = measured_rates(
             WorkerGroup(pool, MachineWorker, parallel=TrainSizes(1, 1, num_ranks)), on_gpus
         )
     host_bytes = psutil.virtual_memory().total
@@ -114,8 +114,8 @@ def measured_cluster(num_ranks: int, on_gpus: bool) -> Cluster:
     )
 
 
-def _measured_rates(group: WorkerGroup, on_gpus: bool) -> dict[str, Any]:
-    """Return the sections `links` and `compute` of a cluster file."""
+def measured_rates(group: Any, on_gpus: bool) -> dict[str, Any]:
+    """Return the sections `links` and `compute` of a cluster file, measured by a group of `MachineWorker`."""
     num_ranks = group.num_ranks
 
     def rates(method: str, *arguments: object) -> tuple[float, float]:

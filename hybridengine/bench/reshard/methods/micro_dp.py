@@ -31,6 +31,9 @@ class _PlainEngine:
 class MicroDp(Method):
     """One copy of the weights, whose storage changes owner bucket by bucket. The way back is local."""
 
+    two_step = True
+    """True if each box is sent to a node once, and then forwarded to the other ranks of that node."""
+
     def prepare(self) -> None:
         actor = self.actor
         self.layout = vllm_layout(actor.shape, GenerationGrid(actor.grid, self.pair.gen))
@@ -42,6 +45,7 @@ class MicroDp(Method):
             group_with(actor.rank, groups),
             self.bucket_elements,
             self.spec.nodes(self.pair),
+            two_step=self.two_step,
         )
         self._engine = HybridEngine(
             plan,
