@@ -36,16 +36,17 @@ def ray_cluster(warm_ray: dict[str, str]) -> Iterator[int]:
 
 
 @pytest.fixture(scope="session", params=[relays.NUM_CALLED, 2], ids=["direct", "relays"])
-def num_called(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Yield the number of processes that the controller calls: four ranks are called directly, or through two relays."""
-    with mock.patch.multiple(relays, NUM_CALLED=request.param, FAN_OUT=2):
-        yield request.param
+def num_called(request: pytest.FixtureRequest) -> int:
+    """Return how many processes the controller of `pool` calls: the four ranks, or two relays."""
+    return request.param
 
 
 @pytest.fixture(scope="session")
 def pool(ray_cluster: int, num_called: int) -> Iterator[ResourcePool]:
     """Four ranks for all tests; a test that ends or blocks ranks for good makes its own pool."""
     with ResourcePool([4], env={"PROBE": "seen"}, timeout_s=60) as pool:
+        with mock.patch.multiple(relays, NUM_CALLED=num_called, FAN_OUT=2):
+            pool.start()
         yield pool
 
 
