@@ -2,8 +2,7 @@
 
 The family defines a layer's contents. `embed_tokens` and `lm_head` are equal shares of the vocabulary, padded to a
 multiple of 64. If t_g exceeds the number of KV heads, t_g / num_kv_heads consecutive ranks hold the same k and v head.
-With tied embeddings, the head is the embedding, so the last stage has `embed_tokens` as well. Some models of vLLM have
-the embedding, the last norm and the head on every stage (`Family.ends_everywhere`).
+With tied embeddings, the head is the embedding, so the last stage has `embed_tokens` as well.
 """
 
 from __future__ import annotations
@@ -85,8 +84,6 @@ def vllm_shard(
     """Return the parameters of the engine rank at (`pp_rank`, `tp_rank`); an expert's are slices of vLLM's."""
     tp_size, family = sizes.tp_size, FAMILIES[shape.family]
     first, last = pp_rank == 0, pp_rank == len(stages) - 1
-    if family.ends_everywhere:
-        first = last = True
     padded = padded_vocab_size(shape.vocab_size, 1)
     vocab_shape = shape.tensors[EMBEDDING]
     parameters: list[LocalParameter] = []
