@@ -80,7 +80,7 @@ class ResourcePool:
         self._processes: list[Any] = []
         self._relays: list[Any] = []
         self._branches: list[Branch] = []
-        """What group calls are sent to: the processes, or relays over them."""
+        """Receivers of group calls: the processes, or relays over them."""
         self._identities: list[RankIdentity] = []
         self.devices: tuple[Device, ...] = ()
         """Device of each rank; empty before the start."""

@@ -44,7 +44,7 @@ class RankIdentity:
 
 @dataclass(frozen=True)
 class NewRole:
-    """What ranks create the worker of a role from."""
+    """A new role: the class of its workers, and their arguments."""
 
     name: str
     worker: type | str

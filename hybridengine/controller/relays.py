@@ -40,11 +40,11 @@ class Request(NamedTuple):
     method: str
     """Method of `RankProcess`."""
     packed: bytes | ObjectRef
-    """What is common to the ranks, for them to unpack."""
+    """Pickled content that all ranks of the branch share."""
     shares: Sequence[Share] | bytes
     """Share of each rank of the branch; pickled for a relay, as Ray's own pickler takes ten times longer."""
     inputs: Sequence[ObjectRef] = ()
-    """What the ranks must have before they begin: descriptions of rows, or lists of these by relay."""
+    """Inputs without which no rank begins: descriptions of rows, or lists of these by relay."""
     gives_rows: bool = False
     """True if source ranks return descriptions of rows."""
 
@@ -78,7 +78,7 @@ class Branch:
     """Handle of the Ray actor."""
     ranks: range
     children: tuple[Branch, ...] = ()
-    """What a relay calls; empty for a rank."""
+    """Branches that a relay calls; empty for a rank."""
     num_asked: int = 0
 
     def ask(self, request: Request) -> Asked:

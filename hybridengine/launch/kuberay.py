@@ -25,7 +25,7 @@ HEADER = """# {name}: {shape}.
 
 @dataclass(frozen=True)
 class PodSize:
-    """What a pod asks for, as Kubernetes writes quantities; its requests are its limits."""
+    """Resources of a pod, as Kubernetes writes quantities; its requests are its limits."""
 
     cpus: str
     memory: str
@@ -37,7 +37,7 @@ class PodSize:
 
 @dataclass(frozen=True)
 class RayJob:
-    """What a manifest says besides the run."""
+    """Settings of a manifest that do not come from the run."""
 
     name: str
     namespace: str

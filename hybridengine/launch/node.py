@@ -35,7 +35,7 @@ FAILED = "failed-*.json"
 
 @dataclass(frozen=True)
 class NodeTask:
-    """What one node of a launch has to do."""
+    """The part of one node in a launch."""
 
     hosts: tuple[str, ...]
     """Names of all nodes; the first one leads."""
