@@ -38,7 +38,7 @@ import torch
 from ray import cloudpickle
 
 from hybridengine.controller import relays
-from hybridengine.controller.calls import CallRecord, call_log
+from hybridengine.controller.call_log import CallRecord, call_log
 from hybridengine.controller.failures import Outcome
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.rank_process import RankIdentity

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybridengine.backends.vllm import environment
 from hybridengine.bench.dispatch_spec import NUM_TOKENS, ROW_BYTES, DispatchSpec
-from hybridengine.controller.calls import call_log
+from hybridengine.controller.call_log import call_log
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.rows import Rows
 from hybridengine.controller.worker_group import WorkerGroup

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -43,7 +44,10 @@ DIRECTIVES = ("time", "partition", "account", "qos", "constraint", "mem")
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser)
     option = parser.add_argument
-    option("--time", default="24:00:00", metavar="LIMIT", help="time limit of one start, as SLURM writes it")
+    option(
+        "--time", type=_time_limit, default="24:00:00", metavar="LIMIT",
+        help="time limit of one start, as SLURM writes it: minutes, H:MM:SS, D-H:MM:SS or UNLIMITED",
+    )  # fmt: skip
     option("--partition", metavar="NAME", help="partition (default: SLURM's)")
     option("--account", metavar="NAME", help="account that is charged")
     option("--qos", metavar="NAME", help="quality of service")
@@ -105,3 +109,12 @@ def _pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"{option} {text!r} has no name; write NAME=VALUE, such as reservation=team")
         found[name] = value
     return found
+
+
+def _time_limit(text: str) -> str:
+    """Return the text; argparse.ArgumentTypeError unless SLURM takes it as a time limit."""
+    if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}|UNLIMITED", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no time limit of SLURM; write minutes, H:MM:SS, D-H:MM:SS or UNLIMITED"
+        )
+    return text

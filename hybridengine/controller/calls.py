@@ -1,4 +1,4 @@
-"""Calls on the ranks of a pool: time-limited waits that the first failure ends, results, and the log of all calls."""
+"""Calls on the ranks of a pool: time-limited waits that the first failure ends, and results."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import math
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from threading import RLock
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import ray
 from ray import ObjectRef
 from ray.exceptions import RayError
 
+from hybridengine.controller.call_log import CallRecord, call_log
 from hybridengine.controller.failures import (
     Answer,
     Outcome,
@@ -35,75 +34,6 @@ LOOK_EVERY_S = 0.1
 """Shortest interval between two looks of a wait at the outcomes of all calls, which takes time for each of them."""
 ECHO_GRACE_S = 5.0
 """Time to wait for the first failure before reporting one that may be its consequence."""
-
-
-@dataclass(frozen=True)
-class CallRecord:
-    """Times and bytes of an ended call."""
-
-    role: str
-    method: str
-    spans: dict[int, tuple[float, float]]
-    """Rank -> start and end, in seconds since the epoch."""
-    fetch_seconds: dict[int, float]
-    """Rank -> seconds from the start of the call until its input rows were available."""
-    transferred: Counter[str]
-    """Bytes of rows read from other processes, over all ranks, by producing call."""
-    held_bytes: dict[int, dict[str, int]]
-    """Rank -> name -> bytes of memory held by its process at the end of the call."""
-    pool: str = ""
-    """Name of the ranks' pool, if the run has several."""
-
-    def __str__(self) -> str:
-        return f"{self.role}.{self.method}"
-
-    @property
-    def seconds(self) -> float:
-        """Duration on the slowest rank."""
-        return max(end - begin for begin, end in self.spans.values())
-
-
-class CallLog:
-    """Calls of this process on all of its pools, which may exchange rows."""
-
-    def __init__(self) -> None:
-        self.lock = RLock()
-        """Held while outcomes are processed; an observer may poll other calls."""
-        self.payload_bytes = 0
-        """Bytes of rows transferred through the controller: sent, fetched, or inside results and arguments."""
-        self.records: list[CallRecord] = []
-        """Records of calls that succeeded since the last `take_records`, in the order in which they ended."""
-        self.observer: Callable[[CallRecord], None] | None = None
-        """Gets each record in place of `records`, which nobody takes from a process that runs without steps."""
-        self.unfinished: list[Future] = []
-        """Calls in order of submission, without those known to have succeeded and those that all ranks have ended and
-        whose failure was raised."""
-
-    def count(self, payload_bytes: int) -> None:
-        """Add to the bytes of rows transferred through the controller; safe in any thread."""
-        with self.lock:
-            self.payload_bytes += payload_bytes
-
-    def add(self, call: Future) -> None:
-        """Add a call that was submitted."""
-        with self.lock:
-            self.unfinished.append(call)
-
-    def forget(self, calls: Collection[Future]) -> None:
-        """Remove calls from the unfinished ones."""
-        with self.lock:
-            self.unfinished = [call for call in self.unfinished if call not in calls]
-
-    def take_records(self) -> list[CallRecord]:
-        """Return the records so far, and start a new list."""
-        records, self.records = self.records, []
-        return records
-
-
-@cache
-def call_log() -> CallLog:
-    """Return the log of this process."""
-    return CallLog()
 
 
 class Future:

@@ -15,7 +15,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hybridengine.config.sections import COLLECTIVE_SHARE
 from hybridengine.controller import cluster
-from hybridengine.controller.calls import Future, call_log
+from hybridengine.controller.call_log import call_log
+from hybridengine.controller.calls import Future
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.rank_process import RankIdentity, RankProcess, Seat, process_environment
 from hybridengine.controller.relays import Asked, Branch, Relay, branches_over

@@ -12,7 +12,8 @@ import torch
 from ray.exceptions import RayError
 from tensordict import TensorDict, TensorDictBase
 
-from hybridengine.controller.calls import Future, call_log, lost_results
+from hybridengine.controller.call_log import call_log
+from hybridengine.controller.calls import Future, lost_results
 from hybridengine.controller.row_requests import Batch, RowsOrigin, RowsRequest, block_numbers, find_batches
 from hybridengine.errors import ProtocolError, WrongArgumentsError
 from hybridengine.rows.batch import columns_of, num_rows

@@ -14,7 +14,8 @@ from ray import ObjectRef, cloudpickle
 from tensordict import TensorDictBase
 
 from hybridengine.config.sections import MAIN_POOL
-from hybridengine.controller.calls import Future, call_log
+from hybridengine.controller.call_log import call_log
+from hybridengine.controller.calls import Future
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.rank_process import NewRole
 from hybridengine.controller.relays import Asked, Branch, Request, Share

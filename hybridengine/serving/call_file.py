@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hybridengine.controller.calls import CallRecord
+from hybridengine.controller.call_log import CallRecord
 
 
 class CallFile:

@@ -17,7 +17,7 @@ from hybridengine.checkpoints.hf_files import check_weights
 from hybridengine.checkpoints.run_lock import run_lock
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import ServeSection
-from hybridengine.controller.calls import call_log
+from hybridengine.controller.call_log import call_log
 from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.errors import ConfigError, raise_all
 from hybridengine.files import writing

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tensordict import TensorDict
 
 from hybridengine.config import RunConfig
-from hybridengine.controller.calls import CallRecord, call_log
+from hybridengine.controller.call_log import CallRecord, call_log
 from hybridengine.controller.rows import Rows
 from hybridengine.data.datasets import PromptDataset
 from hybridengine.drivers.roles import Roles, Sampling

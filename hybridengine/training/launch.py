@@ -16,7 +16,7 @@ from hybridengine.config.algorithm import Role
 from hybridengine.config.reward_sections import RewardSection
 from hybridengine.config.run_config import SCORERS
 from hybridengine.config.sections import MAIN_POOL
-from hybridengine.controller.calls import call_log
+from hybridengine.controller.call_log import call_log
 from hybridengine.controller.cluster import node_offers, start_ray
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup

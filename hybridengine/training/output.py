@@ -13,7 +13,7 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from hybridengine.config import RunConfig
-from hybridengine.controller.calls import CallRecord, call_log
+from hybridengine.controller.call_log import CallRecord, call_log
 from hybridengine.data.rewards import Decoder, reward_texts
 from hybridengine.planning.costs.dataflows import phase_of_call
 from hybridengine.report import keys

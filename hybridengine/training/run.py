@@ -19,7 +19,7 @@ from hybridengine.checkpoints.run_lock import run_lock
 from hybridengine.config import RunConfig
 from hybridengine.config.run_config import ranks_key
 from hybridengine.config.sections import WarmupSection
-from hybridengine.controller.calls import call_log
+from hybridengine.controller.call_log import call_log
 from hybridengine.controller.failures import failure_signature, is_passing
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.datasets import DemonstrationDataset

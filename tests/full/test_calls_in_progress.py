@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from rich.console import Console
 
-from hybridengine.controller.calls import Future, call_log
+from hybridengine.controller.call_log import call_log
+from hybridengine.controller.calls import Future
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.rows import Rows

@@ -13,7 +13,7 @@ import ray
 from ray._private.worker import global_worker
 
 from hybridengine.config import load_config
-from hybridengine.controller.calls import call_log
+from hybridengine.controller.call_log import call_log
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.row_requests import find_batches

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from hybridengine.controller import relays
-from hybridengine.controller.calls import call_log
+from hybridengine.controller.call_log import call_log
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.rows import Rows

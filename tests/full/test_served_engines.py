@@ -15,7 +15,7 @@ import ray
 import yaml
 
 from hybridengine.config import load_config
-from hybridengine.controller.calls import CallRecord, call_log
+from hybridengine.controller.call_log import CallRecord, call_log
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from hybridengine.errors import RanksLostError
 from hybridengine.serving.engine_ranks import EngineRanks

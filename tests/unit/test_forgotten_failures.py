@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import ray
 
-from hybridengine.controller.calls import CallLog, Future, call_log, wait_any
+from hybridengine.controller.call_log import CallLog, call_log
+from hybridengine.controller.calls import Future, wait_any
 from hybridengine.controller.failures import RankFailure, rank_failed
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.errors import WorkerError, WorkerTimeoutError

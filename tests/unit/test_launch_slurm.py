@@ -217,3 +217,11 @@ def test_unequal_nodes_are_told(capsys: pytest.CaptureFixture[str]):
     said = capsys.readouterr()
     assert "SLURM gives equal nodes: each has room for 3 ranks, also those with fewer" in said.err
     assert "#SBATCH --nodes=2\n" in said.out
+
+
+@pytest.mark.parametrize("limit", ["5x", "", "1:2", "-5", "24:00:00:00", "soon"])
+def test_a_time_limit_that_slurm_does_not_take_is_refused(
+    limit: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "slurm", "configs/arithmetic.yaml", f"--time={limit}"]) == 2
+    assert f"{limit!r} is no time limit of SLURM; write minutes" in capsys.readouterr().err

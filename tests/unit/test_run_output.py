@@ -22,7 +22,8 @@ from tensordict import NonTensorStack, TensorDict
 from hybridengine.cli.main import main
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import RunSection
-from hybridengine.controller.calls import CallRecord, Future, call_log
+from hybridengine.controller.call_log import CallRecord, call_log
+from hybridengine.controller.calls import Future
 from hybridengine.report import trackers as trackers_module
 from hybridengine.report.console import step_line
 from hybridengine.report.step_rows import Row, read_rows

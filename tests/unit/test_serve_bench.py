@@ -12,7 +12,7 @@ from hybridengine.bench.serve.server import SWITCH, ServerProcess
 from hybridengine.bench.serve.spec import KINDS, STEP, TOGETHER, ServeSpec, Timing, serve_figures
 from hybridengine.cli.main import main
 from hybridengine.cli.serve_bench import result_lines
-from hybridengine.controller.calls import CallRecord
+from hybridengine.controller.call_log import CallRecord
 from hybridengine.errors import TopologyError
 from hybridengine.serving.call_file import CallFile
 from hybridengine.topology.sizes import GenSizes, TrainSizes

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.controller.calls import CallRecord
+from hybridengine.controller.call_log import CallRecord
 from hybridengine.training.iterations import call_metrics
 
 EPOCH_S, STEP_MS = 1_700_000_000.0, 60

@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 
 from hybridengine.controller import calls
-from hybridengine.controller.calls import LOOK_EVERY_S, Future, call_log, wait_any
+from hybridengine.controller.call_log import call_log
+from hybridengine.controller.calls import LOOK_EVERY_S, Future, wait_any
 from hybridengine.controller.failures import Outcome, RankFailedError, RankFailure
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.relays import FAN_OUT, branches_over

@@ -14,7 +14,7 @@ from hybridengine.backends.vllm import environment
 from hybridengine.backends.vllm.environment import CACHE_BLOCK_TOKENS
 from hybridengine.bench.step.spec import CONTROLLER, OwnWay, StepSpec, StepTime
 from hybridengine.config import RunConfig, load_config
-from hybridengine.controller.calls import call_log
+from hybridengine.controller.call_log import call_log
 from hybridengine.data.datasets import PromptDataset, rows_after
 from hybridengine.drivers.roles import Sampling, State
 from hybridengine.errors import ConfigError

@@ -9,7 +9,7 @@ import pytest
 
 from hybridengine.config import load_config
 from hybridengine.config.algorithm import ALGORITHMS, CorrectionSection, algorithm_class
-from hybridengine.controller.calls import call_log
+from hybridengine.controller.call_log import call_log
 from hybridengine.drivers.roles import Sampling, State
 from hybridengine.report import keys
 from tests.full.dataflows.shared import COST_LIMIT, MULTIPLIER_LR, Started

@@ -21,7 +21,7 @@ import ray
 
 from hybridengine.config import load_config
 from hybridengine.controller import cluster
-from hybridengine.controller.calls import call_log
+from hybridengine.controller.call_log import call_log
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.rows import Rows
 from hybridengine.controller.worker_group import WorkerGroup
