@@ -10,7 +10,6 @@ from hybridengine.config.algorithm import Conflict, ServedAlgorithm
 from hybridengine.config.build_section import BUILT_TOKENS
 from hybridengine.config.run_config import SCORERS, TRAINED, ModelHolder, RunConfig, model_holders
 from hybridengine.errors import CheckpointError, ConfigError
-from hybridengine.families.registry import FAMILIES
 from hybridengine.models.checkpoint_files import adapter_problems, checkpoint_problems
 from hybridengine.models.presets import resolve_model
 from hybridengine.models.shapes import FP8_BLOCK, ModelShape
@@ -348,12 +347,6 @@ def _engines(
     rollout, width = config.rollout, config.max_tokens
     for problem in gen_problems(shape, gen, train_tp_size):
         yield Conflict(f"{key}={gen}: {problem}", (key, "model"))
-    if gen.pp_size > 1 and FAMILIES[shape.family].ends_everywhere:
-        yield Conflict(
-            f"{key}={gen} cuts an engine of {shape.family} into stages, and vLLM's model has the embedding and the head"
-            " on each of them; choose p_g=1",
-            (key, "model"),
-        )
     if max(gen.pp_size, train_pp_size) > shape.num_layers:
         return
     needed = width * shape.kv_token_bytes(train_pp_size, gen.pp_size, gen.tp_size, config.model.dtype)

@@ -113,9 +113,6 @@ class Family:
     """Norms of the outputs of attention and of the MLP, before they are added to the residual stream; empty for none."""
     fused_gate_up: bool = False
     """True if gate and up are one tensor on disk."""
-    ends_everywhere: bool = False
-    """True if vLLM's model has the embedding, the last norm and the head on every stage, which engines' layouts have not:
-    it cannot be cut into stages."""
     whole_slots: bool = False
     """True if vLLM's adapter of a fused layer is one for all of its rows; False if it is one for each projection."""
     scaled_embedding: bool = False

@@ -93,5 +93,4 @@ GEMMA3 = Gemma3(
     mlp_norm="pre_feedforward_layernorm.weight",
     post_norms=("post_attention_layernorm.weight", "post_feedforward_layernorm.weight"),
     scaled_embedding=True,
-    ends_everywhere=True,
 )

@@ -17,7 +17,6 @@ MIXTRAL = MixtureFamily(
     },
     built_config={"sliding_window": None},
     has_window=True,
-    ends_everywhere=True,
     block="block_sparse_moe.",
     halves=("w1", "w3"),
     down="w2",

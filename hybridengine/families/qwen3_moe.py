@@ -40,7 +40,6 @@ QWEN3_MOE = Qwen3Moe(
     },
     built_config={"norm_topk_prob": True},
     qk_norm=True,
-    ends_everywhere=True,
     expert_keys={
         "num_experts": "num_experts",
         "num_active": "num_experts_per_tok",

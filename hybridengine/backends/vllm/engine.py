@@ -31,6 +31,7 @@ from hybridengine.backends.vllm.construction import (
     prepare_pipeline,
     process_state_kept,
 )
+from hybridengine.backends.vllm.ends import unused_ends_dropped
 from hybridengine.backends.vllm.groups import install_groups
 from hybridengine.backends.vllm.host_segments import HostSegments
 from hybridengine.backends.vllm.latent import own_parameters, rotate_all_heads, view_absorbed
@@ -78,6 +79,7 @@ class VllmEngine:
             adapted = vllm_layout(shape, generation) if num_loaded else self.layout
             options = lora_options(adapters, adapted, num_loaded) if adapters else {}
             with contextlib.ExitStack() as stack:
+                stack.enter_context(unused_ends_dropped(tied=shape.tied_embeddings))
                 caches = stack.enter_context(routes_cached(shape)) if settings.keep_routes else []
                 if adapters and not num_loaded:  # vLLM scales those that it loads
                     stack.enter_context(scaled(adapters))
