@@ -31,14 +31,17 @@ FUSED = {
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 CASES = {
-    "kept": ("2-2-1", "1-1", Return.KEPT),
-    "regathered": ("1-2-2", "1-2", Return.REGATHERED),
-    "regathered by one replica": ("2-1-1", "1-1", Return.REGATHERED),
+    "kept": ("qwen3", "2-2-1", "1-1", Return.KEPT),
+    "kept, with biases": ("qwen2", "1-2-1", "1-1", Return.KEPT),
+    "regathered": ("qwen3", "1-2-2", "1-2", Return.REGATHERED),
+    "regathered by one replica": ("qwen3", "2-1-1", "1-1", Return.REGATHERED),
 }
+"""Name -> family, training and generation sizes, and the way back."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return a checkpoint's folder for each family."""
     sizes: dict[str, Any] = {
         "hidden_size": 256,
         "num_hidden_layers": 2,
@@ -49,26 +52,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "max_position_embeddings": 256,
         "eos_token_id": None,
     }
-    folder = tmp_path_factory.mktemp("quantized") / "model"
-    write_model(folder, "qwen3", False, **sizes)
-    return folder
+    root = tmp_path_factory.mktemp("quantized")
+    for family in ("qwen2", "qwen3"):
+        write_model(root / family, family, False, **sizes)
+    return {family: root / family for family in ("qwen2", "qwen3")}
 
 
 @pytest.fixture(scope="module", params=CASES)
 def trips(
     request: pytest.FixtureRequest,
-    folder: Path,
+    folders: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
     run_ranks: RankLauncher,
 ) -> tuple[str, list[list[Trip]], list[Path]]:
     """Return a case's name, the trips of its ranks, and the checkpoints before each of them."""
-    train, gen, back = CASES[request.param]
+    family, train, gen, back = CASES[request.param]
     trained = tmp_path_factory.mktemp("trained") / "model"
     num_ranks = 1
     for size in train.split("-"):
         num_ranks *= int(size)
-    ranks = run_ranks(num_ranks, make_trips, folder, (train, gen), back, trained, timeout_s=300)
-    return request.param, ranks, [folder, trained]
+    ranks = run_ranks(num_ranks, make_trips, folders[family], (train, gen), back, trained, timeout_s=300)
+    return request.param, ranks, [folders[family], trained]
 
 
 def rounded(values: Tensor, rows: int) -> Tensor:
@@ -89,11 +93,12 @@ class RoundedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.matrix = rounded(linear.weight.detach(), 128)
+        self.matrix, self.bias = rounded(linear.weight.detach(), 128), linear.bias
 
     def forward(self, tokens: Tensor) -> Tensor:
         flat = rounded(tokens.flatten(0, -2), 1)
-        return F.linear(flat, self.matrix).to(tokens.dtype).unflatten(0, tokens.shape[:-1])
+        products = F.linear(flat, self.matrix).to(tokens.dtype)
+        return (products if self.bias is None else products + self.bias).unflatten(0, tokens.shape[:-1])
 
 
 def expected_log_probs(folder: Path, prompt: list[int], tokens: list[int], *, is_rounded: bool) -> Tensor:
@@ -112,7 +117,7 @@ def expected_log_probs(folder: Path, prompt: list[int], tokens: list[int], *, is
 def test_products_are_those_of_rounded_matrices_and_tokens(trips: tuple[str, list[list[Trip]], list[Path]]):
     """Exact but for the last bit of bfloat16: matrices have come through the switch and its conversion."""
     case, ranks, checkpoints = trips
-    if CASES[case][1] != "1-1":
+    if CASES[case][2] != "1-1":
         return  # engines with shards, whose products are parts of these, draw the same tokens as their peers
     for number, checkpoint in enumerate(checkpoints):
         weights = load_file(checkpoint / "model.safetensors")
@@ -153,11 +158,11 @@ def test_training_weights_are_bitwise_those_before(trips: tuple[str, list[list[T
 
 
 def test_the_ledger_counts_both_copies_or_what_is_gathered_again(
-    trips: tuple[str, list[list[Trip]], list[Path]], folder: Path
+    trips: tuple[str, list[list[Trip]], list[Path]], folders: dict[str, Path]
 ):
     case, ranks, _ = trips
-    train, gen, back = CASES[case]
-    sizes, shape = GenSizes.parse(gen), ModelShape.from_folder(folder)
+    family, train, gen, back = CASES[case]
+    sizes, shape = GenSizes.parse(gen), ModelShape.from_folder(folders[family])
     generation = GenerationGrid(Grid(TrainSizes.parse(train)), sizes)
     pricer = SwitchPricer(shape, "bfloat16", 2 * BUCKET_ELEMENTS)
     cost = pricer.price(generation, NodeMap((generation.train.num_ranks,)))
