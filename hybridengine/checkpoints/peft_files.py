@@ -34,6 +34,8 @@ PLAIN = {
     "use_qalora": False,
 }
 """Entries of adapter_config.json whose other values mean something else than W + alpha / rank * B A."""
+CHANGES_BASE = ("pissa", "corda", "olora", "mica", "loftq", "lora_ga")
+"""Beginnings of peft's initializations that change the base weights as well, which such a folder does not have."""
 
 
 class PeftFolder:
@@ -63,6 +65,12 @@ class PeftFolder:
         for key, value in PLAIN.items():
             if config.get(key, value) != value and (config[key] or value):
                 yield f"{key}={config[key]!r} is not supported; it must be {value!r}"
+        start = config.get("init_lora_weights")
+        if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
+            yield (
+                f"init_lora_weights={start!r} is not supported, because it has changed the base weights as well; convert"
+                " the adapters with peft's save_pretrained(path_initial_model_for_weight_conversion=...)"
+            )
         for key, ours, setting in (("r", adapters.rank, "rank"), ("lora_alpha", adapters.alpha, "alpha")):
             if config.get(key) != ours:
                 yield (

@@ -258,13 +258,19 @@ def test_adapters_of_another_model_are_refused(tmp_path: Path):
         "other": (adapt(other), {}, "of another base model"),
         "rank": (own, {"r": 16}, "r=16 differs from actor.lora.rank=8"),
         "scaled": (own, {"use_rslora": True}, "use_rslora=True is not supported"),
+        "pissa": (
+            own,
+            {"init_lora_weights": "pissa_niter_4"},
+            "init_lora_weights='pissa_niter_4' is not supported",
+        ),
+        "orthogonal": (own, {"init_lora_weights": "orthogonal", "r": 16}, "r=16 differs"),
         "own_a": (
             {**own, (name := PEFT_PREFIX + "model.layers.0.self_attn.v_proj.lora_A.weight"): own[name] + 1},
             {},
             "share one A",
         ),
     }
-    folders = [tmp_path / case for case in ("other", "rank", "scaled", "own_a")]
+    folders = [tmp_path / case for case in cases]
     (tmp_path / "other").rename(tmp_path / "other_model")
     for folder, (adapters, more, _) in zip(folders, cases.values(), strict=True):
         write_peft(folder, adapters, **more)
