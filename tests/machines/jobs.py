@@ -1,4 +1,4 @@
-"""The job of `make train`, cut short, on hosts and on this machine alone; both must give the same numbers."""
+"""Jobs, that of `make train` by default, cut short, on hosts and on this machine alone; both give the same numbers."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ LIMIT_S = 600
 class Job:
     """What a run has left."""
 
+    folder: Path
     console: str
     rows: list[Row]
     """Metrics of the steps that do not depend on the machine."""
@@ -44,17 +45,17 @@ class Job:
         return {span.node for span in self.spans if span.role == role}
 
 
-def train(folder: Path, *changes: str, cluster: RayCluster) -> Job:
-    """Run the job in a cluster over hosts, from its first host; `folder` is shared."""
-    where = [f"run.folder={folder}", f"cluster.address={cluster.address}"]
-    done = cluster.run(COMMAND, "train", "configs/arithmetic.yaml", *SHORT, *where, *changes, limit_s=LIMIT_S)
-    return read_job(folder, done.stdout)
+def train(folder: Path, *changes: str, cluster: RayCluster, name: str = "arithmetic") -> Job:
+    """Run the configuration of this name in a cluster over hosts, from its first host; `folder` is shared."""
+    where = f"cluster.address={cluster.address}"
+    done = cluster.run(*_command(folder, name), where, *changes, limit_s=LIMIT_S)
+    return read_job(folder / name, done.stdout)
 
 
-def train_here(folder: Path, *changes: str, warm_ray: Mapping[str, str]) -> Job:
-    """Run the job on this machine, with a Ray of its own."""
+def train_here(folder: Path, *changes: str, warm_ray: Mapping[str, str], name: str = "arithmetic") -> Job:
+    """Run the configuration of this name on this machine, with a Ray of its own."""
     done = subprocess.run(
-        warm_program(COMMAND, "train", "configs/arithmetic.yaml", *SHORT, f"run.folder={folder}", *changes),
+        warm_program(*_command(folder, name), *changes),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -64,11 +65,14 @@ def train_here(folder: Path, *changes: str, warm_ray: Mapping[str, str]) -> Job:
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    return read_job(folder, done.stdout)
+    return read_job(folder / name, done.stdout)
 
 
-def read_job(folder: Path, console: str) -> Job:
-    """Return what a run below `folder` has left."""
-    run = folder / "arithmetic"
+def _command(folder: Path, name: str) -> list[str]:
+    return [COMMAND, "train", f"configs/{name}.yaml", *SHORT, f"run.folder={folder}"]
+
+
+def read_job(run: Path, console: str) -> Job:
+    """Return what the run in this folder has left."""
     weights = (run / "final" / "model.safetensors").read_bytes()
-    return Job(console, computed(read_rows(run)), weights, read_timeline(run / TIMELINE_FILE).spans)
+    return Job(run, console, computed(read_rows(run)), weights, read_timeline(run / TIMELINE_FILE).spans)
