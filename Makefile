@@ -75,7 +75,7 @@ gpu-test: install ## what one GPU of 80 GB shows in ten minutes (docs/how-to/gpu
 
 # Those of tests/machines itself are part of `make test`.
 .PHONY: test-machines
-test-machines: install schedulers ## runs and launches over several hosts, made on this machine (Linux, as root)
+test-machines: install schedulers $(CLIENTS_STAMP) ## runs and launches over several hosts, made on this machine (Linux, as root)
 	$(VENV)/bin/python -m pytest $(if $(strip $(ARGS)),$(ARGS),tests/machines/runs)
 
 # They take minutes, and have an environment of their own for the clients, which know nothing of this project.

@@ -46,5 +46,7 @@ def test_a_run_goes_on_on_other_hosts_from_the_shared_folder(tmp_path: Path, war
         resumed = train(tmp_path / "hosts", where, every, "run.steps=2", "resume=auto", cluster=cluster)
     on_one = train_here(tmp_path / "one", every, "run.steps=2", warm_ray=warm_ray)
     assert "resuming after step 1" in resumed.console
-    assert resumed.rows == on_one.rows
+    for row, alone in zip(resumed.rows, on_one.rows, strict=True):
+        # Nodes with one rank do not share what they gather: other buffers are staged in a switch.
+        assert row | {keys.PEAK_WEIGHT_BYTES: 0} == alone | {keys.PEAK_WEIGHT_BYTES: 0}
     assert resumed.weights == on_one.weights
