@@ -102,6 +102,15 @@ class ResourcePool:
     def started(self) -> bool:
         return bool(self._identities)
 
+    def on_nodes(self, function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+        """Return what a function of this project returns on each node, in the process of the node's first rank."""
+        ranks = [identity.rank for identity in self._identities if identity.local_rank == 0]
+        answers = {self._processes[rank].look.remote(function, *arguments): (rank,) for rank in ranks}
+        places = [f"node {node}" for node in self.nodes]
+        limit_s = self.start_timeout_s
+        found = Future(self, "pool", "look", answers, places=places, timeout_s=limit_s, sources=ranks).get()
+        return {self.nodes[rank]: one for rank, one in zip(ranks, found, strict=True)}
+
     def reserve(self) -> None:
         """Reserve nodes for the ranks, in node order; only once. Raises ConfigError as `start` does."""
         if self._placement is not None:

@@ -87,18 +87,23 @@ def judge_versions(facts: Sequence[NodeFacts], required: Sequence[str] = ()) -> 
     `required` are requirements (PEP 508), by default those in this project's metadata, including extras.
     """
     required = required or metadata.requires("hybridengine") or []
-    faults = [fault for one in facts for fault in _node_versions(one, required)]
-    for name in ("python", *SAME_EVERYWHERE):
-        if listing := _differing(
-            facts, lambda one, name=name: {"python": one.python, **one.packages}.get(name, "missing")
-        ):
-            remedy = "install the same lock on all nodes"
-            faults.append(problem(Subject.VERSIONS, f"{name} differs: {listing}", remedy))
+    faults = [fault for one in facts for fault in _node_versions(one, required)] + [*judge_sameness(facts)]
     yield from faults
     if not faults:
         shown = facts[0].packages
         listing = ", ".join(f"{name} {shown[name]}" for name in SAME_EVERYWHERE if name in shown)
         yield fine(Subject.VERSIONS, f"Python {facts[0].python}; {listing}")
+
+
+def judge_sameness(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
+    """Check that Python and the packages that exchange data are the same on all nodes."""
+    for name in ("python", *SAME_EVERYWHERE):
+        if listing := _differing(
+            facts, lambda one, name=name: {"python": one.python, **one.packages}.get(name, "missing")
+        ):
+            yield problem(
+                Subject.VERSIONS, f"{name} differs: {listing}", "install the same lock on all nodes"
+            )
 
 
 def _node_versions(one: NodeFacts, required: Sequence[str]) -> Iterator[Finding]:

@@ -67,6 +67,21 @@ def fp8_problems(
                 )
 
 
+def mixed_gpu_problems(placed: Mapping[str, Sequence[Placed]]) -> Iterator[str]:
+    """Yield a text for each pool whose GPUs have different compute capabilities, and so different kernels."""
+    for name, ranks in placed.items():
+        nodes = defaultdict[tuple[int, ...], dict[str, None]](dict)
+        for rank in ranks:
+            if rank.device.capability:
+                nodes[rank.device.capability][rank.node] = None
+        if len(nodes) > 1:
+            listing = "; ".join(f"{_version(one)} on {', '.join(nodes[one])}" for one in sorted(nodes))
+            yield (
+                f"the GPUs of pool {name} have different compute capabilities ({listing}), and so different kernels;"
+                " give every pool nodes with the same GPUs (cluster.pools)"
+            )
+
+
 def _version(capability: tuple[int, ...]) -> str:
     return ".".join(map(str, capability))
 

@@ -21,9 +21,10 @@ from hybridengine.controller.cluster import node_offers, start_ray
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.rewards import score_column
+from hybridengine.doctor.ranks import rank_problems
 from hybridengine.drivers.roles import BaseOfActor, Roles, Scorers
 from hybridengine.errors import ConfigError, raise_all
-from hybridengine.planning.devices import Placed, device_problems, fp8_problems
+from hybridengine.planning.devices import Placed, device_problems, fp8_problems, mixed_gpu_problems
 from hybridengine.rollouts.engines import Engines
 from hybridengine.topology.nodes import order_pools
 from hybridengine.topology.sizes import TrainSizes
@@ -109,8 +110,14 @@ class RunPools:
         ranks = defaultdict[str, list[Placed]](list)
         for name, pool in self._pools.items():  # every engine has a pool of its own
             ranks[name.partition(".")[0]] += map(Placed, pool.nodes, pool.devices)
-        problems = [*map("; ".join, fp8_problems(budgets, ranks)), *map(str, device_problems(budgets, ranks))]
-        raise_all(problems)
+        raise_all(
+            [
+                *rank_problems([*self._pools.values()], self._config.run_folder, self._config.paths_to_read),
+                *mixed_gpu_problems(ranks),
+                *map("; ".join, fp8_problems(budgets, ranks)),
+                *map(str, device_problems(budgets, ranks)),
+            ]
+        )
 
     def wait(self) -> None:
         """Wait for every call made so far, but for those of engines, which are always at work."""

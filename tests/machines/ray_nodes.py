@@ -28,17 +28,20 @@ class RayCluster:
     The hosts must share the folder of the warm workers: `shared=[tmp_path, warm_folder(warm_ray)]`.
     """
 
-    def __init__(self, hosts: Sequence[Host], warm_ray: Mapping[str, str], num_cpus: int = 2) -> None:
+    def __init__(
+        self, hosts: Sequence[Host], warm_ray: Mapping[str, str], num_cpus: int | Sequence[int] = 2
+    ) -> None:
         """Start a node with `num_cpus` logical CPUs on each host, with workers that are forks of the warm process."""
         self.hosts, first = list(hosts), hosts[0].address
         self.address = f"[{first}]:{PORT}" if ":" in first else f"{first}:{PORT}"
         paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
         plain = {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": os.pathsep.join(paths)}
         self.variables: dict[str, str] = {**QUIET_RAY, **warm_ray, **plain}
-        for host in hosts:
+        cpus = [num_cpus] * len(hosts) if isinstance(num_cpus, int) else num_cpus
+        for host, count in zip(hosts, cpus, strict=True):
             head = ["--head", "--port", PORT, "--include-dashboard", "false"]
             where = head if host is hosts[0] else ["--address", self.address]
-            offer = ["--node-ip-address", host.address, "--num-cpus", num_cpus, "--num-gpus", 0]
+            offer = ["--node-ip-address", host.address, "--num-cpus", count, "--num-gpus", 0]
             host.run(sys.executable, "-c", START_RAY, "start", *where, *offer, env=self.variables)
 
     def run(

@@ -11,7 +11,13 @@ from hybridengine.config import holder_shape, load_config, model_holders
 from hybridengine.families.family import NameSet
 from hybridengine.machine import PROCESS_BYTES, Device
 from hybridengine.planning.budget import Budget
-from hybridengine.planning.devices import Placed, device_problems, fp8_problems, node_bytes
+from hybridengine.planning.devices import (
+    Placed,
+    device_problems,
+    fp8_problems,
+    mixed_gpu_problems,
+    node_bytes,
+)
 from hybridengine.reshard.megatron import megatron_layout
 from hybridengine.training.dry_run import budgets_of
 
@@ -97,6 +103,17 @@ def of_rank(budget: Budget, *factors: float) -> list[Budget]:
         )
         for rank, factor in enumerate(factors)
     ]
+
+
+def test_gpus_of_a_pool_have_the_same_kernels() -> None:
+    def of(node: str, *capability: int) -> Placed:
+        return Placed(node, Device(80 * GB, True, 8 * GB, capability))
+
+    hopper, ampere, unknown = of("a", 9, 0), of("b", 8, 0), of("c")
+    assert not list(mixed_gpu_problems({"main": [hopper, hopper, unknown], "critic": [ampere]}))
+    assert not list(mixed_gpu_problems({"main": hosts(80, "a", "b")}))
+    (problem,) = mixed_gpu_problems({"main": [hopper, ampere, hopper, ampere], "critic": [ampere]})
+    assert "the GPUs of pool main have different compute capabilities (8.0 on b; 9.0 on a)" in problem
 
 
 def test_every_rank_has_a_gpu_of_its_own() -> None:

@@ -1,0 +1,70 @@
+"""What the nodes of a run's ranks must have in common, asked of the ranks once they have started."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from hybridengine.controller.pool import ResourcePool
+from hybridengine.doctor.findings import Level, merged
+from hybridengine.doctor.judging import RunNeeds, judge_folder, judge_reads, judge_sameness
+from hybridengine.doctor.node_facts import (
+    NodeFacts,
+    installed_packages,
+    is_seen,
+    locked_mark,
+    made,
+    unreadable,
+)
+
+
+@dataclass(frozen=True)
+class View:
+    """What a rank sees on its node."""
+
+    python: str
+    packages: Mapping[str, str]
+    sees_mark: bool
+    unreadable: Mapping[str, str]
+    """Reason for each path that cannot be read."""
+
+
+def view(mark: str, paths: list[str]) -> View:
+    """Return what this process sees; `mark` is a file in the run's folder, `paths` are those that the run reads."""
+    return View(platform.python_version(), installed_packages(), is_seen(mark), unreadable(paths))
+
+
+def rank_problems(pools: Sequence[ResourcePool], folder: Path, reads: Mapping[str, Path]) -> Iterator[str]:
+    """Yield what keeps the nodes of started pools from carrying out a run together, each with nodes and remedy.
+
+    Args:
+        folder: the run's folder, which all nodes must see.
+        reads: files and folders that every node reads, by key of the configuration.
+    """
+    paths = {key: str(path) for key, path in reads.items()}
+    views = dict[str, View]()
+    with made(str(folder)) as error:
+        if error:
+            yield f"run.folder={folder} cannot be made ({error}); make it writable, or choose another"
+            return
+        with locked_mark(str(folder)) as mark:
+            for pool in pools:
+                views |= pool.on_nodes(view, mark, list(paths.values()))
+    here = ray.util.get_node_ip_address()
+    name = here if here in views else f"{here} (the controller)"
+    own = NodeFacts(platform.python_version(), installed_packages(), node=name)
+    others = [NodeFacts(one.python, one.packages, node=node) for node, one in views.items() if node != here]
+    apart = [node for node, one in views.items() if not one.sees_mark]
+    findings = [
+        *judge_sameness([own, *others]),
+        *judge_folder(RunNeeds(str(folder)), {}, apart),
+        *judge_reads(paths, {} if apart else {node: one.unreadable for node, one in views.items()}),
+    ]
+    for found in merged(findings):
+        if found.level == Level.PROBLEM:
+            where = f"node {', '.join(found.nodes)}: " if found.nodes else ""
+            yield f"{where}{found.text}; {found.remedy}"
