@@ -58,6 +58,8 @@ class Execution:
         self.ranks = ranks
         self.store = store
         self.folder = folder
+        for remains in folder.glob("*/*/.*.partial"):  # of a save in which the server was killed
+            shutil.rmtree(remains, ignore_errors=True)
         self._kept_steps = kept_steps
         self._with_gradients = set[str]()
         """Models whose gradients wait on the ranks for their optimizer step."""

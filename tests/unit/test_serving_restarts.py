@@ -261,3 +261,17 @@ def test_a_room_ends_when_its_ranks_cannot_start(rooms: Rooms, errors: list[Exce
     assert room.failure is not None
     assert "the ranks could not start again: " in str(room.failure)
     assert errors == []
+
+
+def test_what_a_killed_save_has_left_is_removed(rooms: Rooms) -> None:
+    room = rooms.start(TableRanks())
+    model = begin(room)
+    path = answer(room, room.submit(model, 1, "save_weights", save(model, path="whole")))["path"]
+    (whole,) = rooms.folder.glob("*/weights/whole-*")
+    left = whole.with_name(".other-seq000002.partial")
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    again = rooms.start(TableRanks())
+    assert not left.exists()
+    assert whole.is_dir()
+    assert again.store.checkpoint(path) is not None
