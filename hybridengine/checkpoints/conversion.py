@@ -70,7 +70,7 @@ def read_role_of(folder: Path, shape: ModelShape, dtype: str) -> dict[str, Any]:
     if problems:
         raise CheckpointError(
             f"{folder} is the checkpoint of another model: {'; '.join(problems)}; use this model's checkpoint,"
-            " in the type of model.dtype"
+            " in the type of model.dtype (adapters: with the actor.lora of its run)"
         )
     return role
 

@@ -32,6 +32,7 @@ PLAIN = {
     "alora_invocation_tokens": None,
     "layer_replication": None,
     "use_qalora": False,
+    "arrow_config": None,
 }
 """Entries of adapter_config.json whose other values mean something else than W + alpha / rank * B A."""
 CHANGES_BASE = ("pissa", "corda", "olora", "mica", "loftq", "lora_ga")

@@ -13,7 +13,7 @@ from hybridengine.errors import ConfigError
 DESCRIPTION = """Run one iteration of a configuration on one of its ranks, without devices and without the other ranks:
 build, load, switch to generation, prefill and decode, log-probs, updates, save. The code is that of a run; tensors have
 shapes and no values, and messages go nowhere. Prints the memory of each phase beside the planner's, and the messages of
-each group. A laptop rehearses a rank of 128 in about a minute with 1 GiB of memory."""
+each group. A laptop rehearses a rank of 128 in some minutes with 1 GiB of memory."""
 
 EPILOG = """examples:
   hybridengine rehearse configs/llama3-70b-16nodes.yaml                    rank 0

@@ -93,6 +93,11 @@ def request_of(options: argparse.Namespace) -> RunRequest:
     config = load_config(options.config, options.overrides, dry_run=True, placed=False)
     if "generation" in config.algorithm.roles:  # its pools are part of what is planned
         config = load_config(options.config, options.overrides, dry_run=True)
+    if config.rollout.quantization != "none":
+        raise ConfigError(
+            f"rollout.quantization={config.rollout.quantization} has no prices yet; leave it out here, and see what it"
+            " does to memory by `hybridengine train --dry-run`"
+        )
     cluster = cluster_of(options, config.model.dtype)
     wanted = config.num_ranks if config.engines and options.devices is None else options.devices
     num_devices = devices_of(cluster, wanted)

@@ -95,30 +95,45 @@ def _quantized(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
             f" model.dtype=bfloat16, or {key}=none",
             (key, "model.dtype"),
         )
-    sizes_key = "generation.parallel" if config.engines else "actor.generate"
-    t_g = (config.generation.parallel if config.engines else config.actor.generate).tp_size
-    rows = {
-        "num_heads·head_dim": shape.q_size // t_g,
-        "num_kv_heads·head_dim": max(shape.kv_size // t_g, shape.head_dim),
-        "ffn_hidden_size": shape.ffn_hidden_size // t_g,
-    }
-    for name, count in rows.items():
-        if count % FP8_BLOCK:
-            yield Conflict(
-                f"{key}={rollout.quantization} has a scale for each block of {FP8_BLOCK} rows, and {sizes_key} with"
-                f" t_g={t_g} leaves {count} of {name} on a rank; choose another t_g, or {key}=none",
-                (key, sizes_key),
-            )
+    if rollout.training_weights != "kept" and isinstance(config.algorithm, ServedAlgorithm):
+        yield Conflict(
+            f"rollout.training_weights={rollout.training_weights} needs an optimizer's master weights, and a server"
+            " samples before it has one; leave it out",
+            ("rollout.training_weights",),
+        )
+    for sizes_key, sizes in config.engine_sizes.items():
+        t_g = sizes.tp_size
+        rows = {
+            "num_heads·head_dim": shape.q_size // t_g,
+            "num_kv_heads·head_dim": max(shape.kv_size // t_g, shape.head_dim),
+            "ffn_hidden_size": shape.ffn_hidden_size // t_g,
+        }
+        for name, count in rows.items():
+            if count % FP8_BLOCK:
+                yield Conflict(
+                    f"{key}={rollout.quantization} has a scale for each block of {FP8_BLOCK} rows, and {sizes_key} with"
+                    f" t_g={t_g} leaves {count} of {name} on a rank; choose another t_g, or {key}=none",
+                    (key, sizes_key),
+                )
 
 
 def _lora(config: RunConfig, shape: ModelShape, dry_run: bool) -> Iterator[Conflict]:
     """Yield conflicts between the actor's adapters, its features, and the run's other parts."""
     actor, key = config.actor, "actor.lora.rank"
     if not actor.lora.rank:
+        if actor.lora.path is not None:
+            yield Conflict(
+                f"actor.lora.path={actor.lora.path} is not read with {key}=0, which trains all weights; set {key} to the"
+                " adapters' rank, or leave the path out",
+                (key, "actor.lora.path"),
+            )
         return
-    if not actor.lora.modules:
+    modules = actor.lora.modules
+    if not modules or len({*modules}) < len(modules):
         yield Conflict(
-            "actor.lora.modules=[] adapts no layer; name one, or leave it out", ("actor.lora.modules",)
+            f"actor.lora.modules=[{', '.join(modules)}] must name at least one layer, and each once; correct it, or"
+            " leave it out",
+            ("actor.lora.modules",),
         )
     if actor.lora.path is not None and not dry_run:
         for problem in adapter_problems(actor.lora.path):
@@ -316,6 +331,8 @@ def _routing_replay(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
             f"{key}=true needs a mixture of experts, found {shape.family}; set {key}=false, or use another model",
             (key, "model"),
         )
+    if config.rollout.routing_replay and isinstance(config.algorithm, ServedAlgorithm):
+        yield Conflict(f"{key}=true is not read by a server, whose rows have no routes; leave it out", (key,))
     if config.rollout.routing_replay and shape.windows:
         yield Conflict(
             f"{key}=true is not supported for a model whose attention has a window ({max(shape.windows)} tokens), because"

@@ -39,7 +39,7 @@ from hybridengine.models.shapes import DTYPE_BYTES
 from hybridengine.redaction import redacted
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
-from hybridengine.topology.sizes import TrainSizes
+from hybridengine.topology.sizes import GenSizes, TrainSizes
 
 ROLES: tuple[Role, ...] = get_args(Role)
 TRAINED: tuple[Role, ...] = ("actor", "critic", "cost_critic")
@@ -216,6 +216,14 @@ class RunConfig(Section):
     def tokenizer_folder(self) -> Path:
         """Tokenizer folder."""
         return Path(self.model.tokenizer) if self.model.tokenizer else self.model_folder
+
+    @property
+    def engine_sizes(self) -> dict[str, GenSizes]:
+        """Key -> sizes of the engines that generate: those on ranks of their own, those of the actor's ranks, or both."""
+        found = {"generation.parallel": self.generation.parallel} if self.engines else {}
+        if self.generation.actor or not self.engines:
+            found["actor.generate"] = self.actor.generate
+        return found
 
     @property
     def paths_to_read(self) -> dict[str, Path]:

@@ -48,6 +48,9 @@ _KINDS: dict[str, tuple[type, str]] = {
     "rope_parameters": (dict, "an object"),
     "id2label": (dict, "an object"),
     "tie_word_embeddings": (bool, "true or false"),
+    "norm_topk_prob": (bool, "true or false"),
+    "attention_bias": (bool, "true or false"),
+    "use_sliding_window": (bool, "true or false"),
 }
 _MEANINGFUL_NULLS = ("num_key_value_heads", "sliding_window", "q_lora_rank")
 """Keys for which null has a meaning: one key head per query head, no window, queries without a latent vector."""

@@ -39,33 +39,45 @@ def print_dry_run(config: RunConfig) -> None:
 
 def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     """Return lines with the sizes of every role and the cost of the switch."""
-    shape = model_shape(config)
-    generation = config.generation_grid
-    total = shape.weight_bytes(config.model.dtype)
-    weights, quantization = switched_weights(config, cost), config.rollout.quantization
-    quantized = f" in {quantization}" if quantization != "none" else ""
-    kept = model_memory(shape, config.actor.parallel, config.model.dtype).kept_bytes
+    shape, generation = model_shape(config), config.generation_grid
+    itself = "the actor itself generates at" if config.engines else "generation"
+    generates = f"; {itself} {config.actor.generate} (p_g-t_g) in {generation.num_replicas} engine(s)" + (
+        f", d_g={generation.micro_dp_size}" if generation.nests else ", sizes that do not nest"
+    )
+    in_place = "actor.generate" in config.engine_sizes
     return [
         f"model: {shape.family}, {shape.num_layers} layers, {shape.num_parameters:,} parameters,"
-        f" {format_bytes(total)} in {config.model.dtype}"
+        f" {format_bytes(shape.weight_bytes(config.model.dtype))} in {config.model.dtype}"
         + (f"; {shape.num_trained:,} are trained, those of adapters" if shape.adapters else ""),
         *_pool_lines(config),
         *_engine_lines(config),
         "roles: "
         + ", ".join(f"{holder.name} {holder.sizes}" for holder in model_holders(config))
-        + f" (p-t-d); {'the actor itself generates at' if config.engines else 'generation'} {config.actor.generate}"
-        + f" (p_g-t_g) in {generation.num_replicas} engine(s)"
-        + (f", d_g={generation.micro_dp_size}" if generation.nests else ", sizes that do not nest"),
+        + f" (p-t-d){generates if in_place else ''}",
         *_padding_lines(config),
         _decoding_line(config),
         *_draws_lines(config),
-        f"switch: each rank receives at most {format_bytes(cost.received_bytes_max)}"
-        f" ({cost.received_bytes_max / total:.1%} of the model), peak"
+        *([_switch_line(config, cost)] if in_place else []),
+    ]
+
+
+def _switch_line(config: RunConfig, cost: SwitchCost) -> str:
+    """Return the line with the cost of the actor's switch."""
+    shape, weights, quantization = (
+        model_shape(config),
+        switched_weights(config, cost),
+        config.rollout.quantization,
+    )
+    share = cost.received_bytes_max / shape.weight_bytes(config.model.dtype)
+    quantized = f" in {quantization}" if quantization != "none" else ""
+    kept = model_memory(shape, config.actor.parallel, config.model.dtype).kept_bytes
+    return (
+        f"switch: each rank receives at most {format_bytes(cost.received_bytes_max)} ({share:.1%} of the model), peak"
         f" {format_bytes(weights.peak)} of weights (training shard {format_bytes(cost.train_shard_bytes_max)}, generation"
         f" shard {format_bytes(weights.gen_shard)}{quantized}), redundant {format_bytes(weights.redundant)}; back:"
         f" {format_bytes(weights.received_back)} received"
-        + (f"; {format_bytes(kept)} of frozen weights stay beside merged ones" if kept else ""),
-    ]
+        + (f"; {format_bytes(kept)} of frozen weights stay beside merged ones" if kept else "")
+    )
 
 
 def _padding_lines(config: RunConfig) -> list[str]:

@@ -118,7 +118,15 @@ def test_the_actor_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
         (["actor.lora.rank=12"], "actor.lora.rank=12 must be 0, 1, 8, 16, 32, 64, 128, 256, 320 or 512"),
         (["actor.lora.alpha=0"], "actor.lora.alpha=0"),
         (["actor.lora.modules=[q_proj]"], 'actor.lora.modules[0]="q_proj" must be'),
-        (["actor.lora.modules=[]"], "actor.lora.modules=[] adapts no layer; name one, or leave it out"),
+        (["actor.lora.modules=[]"], "actor.lora.modules=[] must name at least one layer, and each once"),
+        (
+            ["actor.lora.modules=[linear_fc1, linear_fc1]"],
+            "actor.lora.modules=[linear_fc1, linear_fc1] must name at least one layer, and each once",
+        ),
+        (
+            ["actor.lora.rank=0", "actor.lora.path=adapters"],
+            "actor.lora.path=adapters is not read with actor.lora.rank=0, which trains all weights",
+        ),
         (["actor.lora.dropout=0.1"], "unknown key actor.lora.dropout"),
         (["actor.lora.path=/no/adapters"], "actor.lora.path: /no/adapters is not a whole PEFT folder"),
     ],

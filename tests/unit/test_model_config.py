@@ -205,6 +205,10 @@ BAD = {
         {"architectures": ["MixtralForCausalLM"], "sliding_window": None, "num_experts_per_tok": 9},
         "^num_experts_per_tok=9 must be between 1 and 8, the number of experts; restore",
     ),
+    "a text for a flag": (
+        {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": "false"},
+        '^norm_topk_prob="false" must be true or false',
+    ),
     "one active expert, normalized": (
         {"architectures": ["MixtralForCausalLM"], "sliding_window": None, "num_experts_per_tok": 1},
         "^num_experts_per_tok=1 with weights that add up to 1 is not supported, because Megatron-core weights a",

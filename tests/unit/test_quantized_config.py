@@ -48,6 +48,21 @@ def loaded(name: str, *overrides: str) -> RunConfig:
             ["rollout.training_weights=regathered"],
             ["regathered is not read with rollout.quantization=none", "leave it out"],
         ),
+        (
+            "async-grpo",
+            [
+                FP8,
+                "model.dtype=bfloat16",
+                "model.build.family=qwen3",
+                "model.build.head_dim=64",
+                "model.build.ffn_hidden_size=384",
+                "generation.actor=true",
+                "actor.parallel=1-2-1",
+                "reference.parallel=1-2-1",
+                "actor.generate=1-2",
+            ],
+            ["actor.generate with t_g=2 leaves 192 of ffn_hidden_size on a rank"],
+        ),
         ("fp8-rollouts", ["rollout.quantization=int8"], ["rollout.quantization", "fp8"]),
     ],
 )
@@ -56,6 +71,18 @@ def test_what_an_engine_in_fp8_cannot_be(name: str, overrides: list[str], parts:
         loaded(name, *overrides)
     for part in parts:
         assert part in str(found.value)
+
+
+def test_a_server_keeps_training_weights_and_no_routes() -> None:
+    """It samples before its optimizer has master weights, and its clients' rows have no routes."""
+    served = ["model.path=absent", "model.hf_config=llama3-70b", "model.dtype=bfloat16", FP8]
+    load_config(CONFIGS / "serve.yaml", served, dry_run=True, serves=True)
+    for more, expected in {
+        "rollout.training_weights=regathered": "a server samples before it has one; leave it out",
+        "rollout.routing_replay=true": "is not read by a server, whose rows have no routes",
+    }.items():
+        with pytest.raises(ConfigError, match=expected):
+            load_config(CONFIGS / "serve.yaml", [*served, more], dry_run=True, serves=True)
 
 
 def test_rollouts_are_corrected_unless_the_algorithm_says_otherwise() -> None:
