@@ -51,6 +51,8 @@ class RunSection(Section):
     """Show a live status at the bottom of the terminal, if there is one."""
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
     """Trackers that receive the metrics in addition to the run's folder; each is an optional package."""
+    log_format: Literal["text", "json"] = "text"
+    """Form of logs: text, or a JSON object per line with run, role, rank and host, on stderr of each process."""
 
 
 RanksPerNode = Annotated[tuple[Count, ...], Field(min_length=1)]
