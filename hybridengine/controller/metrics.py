@@ -40,8 +40,6 @@ MEMORY, STEP = "memory_bytes", "step"
 """Gauges: memory held by a rank's process (label `kind`), and the metrics of the newest step (label `metric`)."""
 REFRESH_S = 1.0
 """Seconds after which gauges are set again: Ray exports one only if it was set since the last export."""
-TARGETS_FILE = "prometheus.json"
-"""File in a run's folder with the addresses to scrape, as Prometheus reads them (file_sd_configs)."""
 
 
 def full_name(name: str) -> str:
@@ -165,10 +163,15 @@ def export_addresses() -> list[str]:
     return sorted(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in found if port > 0)
 
 
+def targets_file(run_folder: Path) -> Path:
+    """Return the file with the addresses to scrape, in the folder of all runs: Prometheus finds the files of a folder."""
+    return run_folder.with_name(f"{run_folder.name}.prometheus.json")
+
+
 @contextlib.contextmanager
-def metrics_targets(folder: Path) -> Iterator[None]:
-    """Keep the addresses to scrape in a file in a run's folder while the run goes on; no file if there are none."""
-    path, addresses = folder / TARGETS_FILE, export_addresses()
+def metrics_targets(run_folder: Path) -> Iterator[None]:
+    """Keep the addresses to scrape in `targets_file` while the run goes on; no file if there are none."""
+    path, addresses = targets_file(run_folder), export_addresses()
     if addresses:
         partial = path.with_suffix(".partial")
         with writing(path):

@@ -23,7 +23,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from hybridengine.controller.metrics import TARGETS_FILE
+from hybridengine.controller.metrics import targets_file
 from hybridengine.planning.costs.dataflows import phase_of_call
 from hybridengine.report import keys
 from hybridengine.report.step_rows import Row, read_rows
@@ -102,9 +102,9 @@ def observed(tmp_path_factory: pytest.TempPathFactory, warm_ray: dict[str, str])
 
 
 def scrape(seen: Observed) -> None:
-    """Read the page at the address that the run's folder names, as Prometheus would."""
+    """Read the page at the address that the run's file names, as Prometheus would."""
     try:
-        ((target,),) = (one["targets"] for one in json.loads((seen.folder / TARGETS_FILE).read_text()))
+        ((target,),) = (one["targets"] for one in json.loads(targets_file(seen.folder).read_text()))
         with urllib.request.urlopen(f"http://{target}/metrics", timeout=10) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
     except (OSError, FileNotFoundError):  # not started, or ending
@@ -134,7 +134,7 @@ def test_the_page_is_that_of_every_rank_and_on_loopback_only(observed: Observed)
             assert one.labels.keys() >= RANK_LABELS
             assert (one.labels["pool"], one.labels["host"]) == ("main", socket.gethostname())
     assert {one.labels["rank"] for one in last if one.name not in CONTROLLER_NAMES} == {"0", "1"}
-    assert not (observed.folder / TARGETS_FILE).exists(), "the page has ended with the run"
+    assert not targets_file(observed.folder).exists(), "the page has ended with the run"
 
 
 def test_seconds_are_those_of_the_timeline(observed: Observed):
