@@ -52,7 +52,7 @@ class RunSection(Section):
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
     """Trackers that receive the metrics in addition to the run's folder; each is an optional package."""
     log_format: Literal["text", "json"] = "text"
-    """Form of logs: text, or a JSON object per line with run, role, rank and host, on stderr of each process."""
+    """Form of logs: text, or on each process's stderr a line per JSON object with run, role, rank and host."""
 
 
 RanksPerNode = Annotated[tuple[Count, ...], Field(min_length=1)]

@@ -89,3 +89,10 @@ def test_its_keys_are_those_of_the_documentation():
         for pattern in re.findall(r'metric(?:=~|!=|=)"([^"]+)"', query):
             for one in pattern.split("|"):
                 assert any(re.fullmatch(one, key) for key in keys), one
+
+
+def test_the_documentation_lists_what_is_exported():
+    page = (ROOT / "docs" / "how-to" / "observe.md").read_text()
+    assert {
+        f"ray_hybridengine_{name}" for name in re.findall(r"^\| `(\w+)` \| ", page, re.MULTILINE)
+    } == NAMES
