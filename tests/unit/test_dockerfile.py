@@ -84,6 +84,8 @@ def test_what_is_copied_exists_and_is_sent(name: str):
     assert ["requirements/" in words[-1] and words[0] for words in copied][1] == LANES[name][1]
     needed = (
         "Makefile",
+        "Dockerfile",
+        ".dockerignore",
         "pyproject.toml",
         "README.md",
         "LICENSE",
