@@ -21,7 +21,6 @@ from ray.util.metrics import Counter, Gauge
 
 from hybridengine.controller.failures import Outcome
 from hybridengine.files import writing
-from hybridengine.machine import held_bytes
 from hybridengine.planning.costs.dataflows import phase_of_call
 
 COUNTERS = {
@@ -37,7 +36,7 @@ PHASE_COUNTERS = {
 }
 """Counters of a rank by role and phase."""
 MEMORY, STEP = "memory_bytes", "step"
-"""Gauges: memory held by a rank's process (label `kind`), and the metrics of the newest step (label `metric`)."""
+"""Gauges: memory held by a rank's process after its last call, by `kind`, and metrics of the newest step, by `metric`."""
 REFRESH_S = 1.0
 """Seconds after which gauges are set again: Ray exports one only if it was set since the last export."""
 
@@ -68,9 +67,11 @@ class RankMetrics:
             for name, text in (COUNTERS | PHASE_COUNTERS).items()
         }
         self._memory = Gauge(
-            full_name(MEMORY), "Bytes of memory held by a rank's process", (*place, "kind")
+            full_name(MEMORY),
+            "Bytes of memory held by a rank's process after its last call",
+            (*place, "kind"),
         ).set_default_tags(place)
-        self._ended = math.inf
+        self._ended, self._held = math.inf, dict[str, int]()
         _Refresher(self._set_memory).start()
 
     def count(self, work: Work, outcome: Outcome) -> None:
@@ -82,14 +83,14 @@ class RankMetrics:
         self._add("call_seconds", outcome.end - outcome.begin, phase)
         self._add("switch_bytes", work.switch_bytes, phase)
         self._add("tokens", work.tokens, phase)
-        self._ended = outcome.end
+        self._ended, self._held = outcome.end, outcome.held_bytes
 
     def _add(self, name: str, value: float, tags: dict[str, str] | None = None) -> None:
         if value > 0:  # 0 makes no series; a clock may have been set back
             self._counters[name].inc(value, tags or {})
 
     def _set_memory(self) -> None:
-        for name, num_bytes in held_bytes().items():
+        for name, num_bytes in self._held.items():  # read by the thread that uses the device
             self._memory.set(num_bytes, {"kind": name.removesuffix("_bytes")})
 
 

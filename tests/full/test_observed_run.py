@@ -163,11 +163,13 @@ def test_bytes_and_tokens_are_those_of_the_steps(observed: Observed):
     assert trained in accumulate(row[keys.TOKENS] or 0 for row in observed.rows[1:])
 
 
-def test_memory_is_that_of_the_processes(observed: Observed):
-    readings = [one.value for one in observed.timeline.readings if one.name == "memory/resident_bytes"]
-    held = by_labels(observed.pages[-1], "ray_hybridengine_memory_bytes", "rank", "kind")
-    assert held.keys() == {("0", "resident"), ("1", "resident")}
-    assert all(min(readings) / 1.5 < value < max(readings) * 1.5 for value in held.values())
+def test_memory_is_that_after_a_call(observed: Observed):
+    """The last page may be that of a call after the last step, which the timeline does not have."""
+    known = {(str(one.rank), one.value) for one in observed.timeline.readings}
+    pages = [by_labels(page, "ray_hybridengine_memory_bytes", "rank", "kind") for page in observed.pages]
+    assert pages[-1].keys() == {("0", "resident"), ("1", "resident")}
+    seen = {(rank, value) for page in pages for (rank, _), value in page.items()}
+    assert {rank for rank, _ in seen & known} == {"0", "1"}
 
 
 def test_the_controller_exports_the_newest_row(observed: Observed):
