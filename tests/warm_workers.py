@@ -75,13 +75,15 @@ def spawn_warm(path: bytes, arguments: list[str], files: Sequence[int]) -> int:
 def with_warm_workers(runtime_env: dict[str, object] | None) -> dict[str, object] | None:
     """Make this file the program that sets up workers, and start no services that tests do not use; Ray calls it as a
     hook before it starts a node."""
-    from ray._private import ray_constants
+    from ray._private import ray_constants, utils
     from ray._private.node import Node
 
     # Joined to a folder, of which an absolute path leaves nothing.
     ray_constants.SETUP_WORKER_FILENAME = __file__
     for service in ("start_log_monitor", "start_monitor", "start_api_server"):
         setattr(Node, service, lambda node, *_, **__: None)
+    if "RAY_metrics_report_interval_ms" not in os.environ:  # nobody reads metrics: start Ray's smaller agent
+        utils.get_dashboard_dependency_error = lambda: ImportError("not in this test")
     return runtime_env
 
 

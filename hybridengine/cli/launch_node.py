@@ -74,6 +74,7 @@ def run(options: argparse.Namespace) -> int:
         interface=options.interface,
         address=options.address,
         attached=options.attached,
+        metrics_port=options.metrics_port,
     )
     return run_node(task, note)
 

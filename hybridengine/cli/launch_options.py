@@ -44,17 +44,22 @@ def add_start_limit(parser: argparse.ArgumentParser) -> None:
 
 
 def add_network_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--interface NAME`."""
+    """Add `--interface NAME` and `--metrics-port N`."""
     parser.add_argument(
         "--interface", metavar="NAME",
         help="network interface of the nodes, such as eth0 (default: the first one over which all reach the first node)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--metrics-port", type=between(1, 65_535), metavar="N",
+        help="port of each node at which Prometheus reads metrics, without a token (default: none; on one node, a port on"
+        " loopback)",
     )  # fmt: skip
 
 
 def node_options(options: argparse.Namespace) -> list[str]:
     """Return the options of `launch node` that another command's options imply."""
     given = ["--start-limit", f"{options.start_limit:g}"]
-    for key in ("gpus_per_node", "cpus_per_node", "interface"):
+    for key in ("gpus_per_node", "cpus_per_node", "interface", "metrics_port"):
         if (value := getattr(options, key)) is not None:
             given += [f"--{key.replace('_', '-')}", str(value)]
     return given

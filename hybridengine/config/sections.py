@@ -51,6 +51,8 @@ class RunSection(Section):
     """Show a live status at the bottom of the terminal, if there is one."""
     trackers: tuple[Literal["wandb", "mlflow"], ...] = ()
     """Trackers that receive the metrics in addition to the run's folder; each is an optional package."""
+    log_format: Literal["text", "json"] = "text"
+    """Form of logs: text, or on each process's stderr a line per JSON object with run, role, rank and host."""
 
 
 RanksPerNode = Annotated[tuple[Count, ...], Field(min_length=1)]

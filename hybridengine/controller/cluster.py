@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +56,12 @@ class NodeOffer:
         return f"{self.address} with {self.num_cpus} CPUs and {self.num_gpus} GPUs"
 
 
-def start_ray(num_cpus: int | None = None, num_gpus: int | None = None) -> None:
+def start_ray(num_cpus: int | None = None, num_gpus: int | None = None, *, json_logs: bool = False) -> None:
     """Connect to the cluster named by RAY_ADDRESS, or else start a local one with little output; once per process.
 
-    `num_cpus` is logical and may exceed the cores. If the node of a local cluster was lost, the cluster is restarted.
+    `num_cpus` is logical and may exceed the cores. With `json_logs`, Ray leaves this process's logs as they
+    are, and what ranks print stays in files on their nodes. If the node of a local cluster was lost, the cluster is
+    restarted.
     """
     if ray.is_initialized():
         if os.environ.get("RAY_ADDRESS") or _live_nodes():
@@ -68,9 +70,16 @@ def start_ray(num_cpus: int | None = None, num_gpus: int | None = None) -> None:
     os.environ.update(QUIET_RAY | dict(os.environ))
     with _own_sigterm():
         if os.environ.get("RAY_ADDRESS"):
-            _connect(os.environ["RAY_ADDRESS"])
+            _connect(os.environ["RAY_ADDRESS"], _logging(json_logs))
         else:
-            _start_local(num_cpus, num_gpus)
+            _start_local(num_cpus, num_gpus, _logging(json_logs))
+
+
+def _logging(json_logs: bool) -> dict[str, Any]:
+    """Return Ray's settings of logging."""
+    if json_logs:
+        return {"configure_logging": False, "log_to_driver": False}
+    return {"logging_level": logging.WARNING}
 
 
 @contextlib.contextmanager
@@ -87,7 +96,7 @@ def _own_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
 
 
-def _start_local(num_cpus: int | None, num_gpus: int | None) -> None:
+def _start_local(num_cpus: int | None, num_gpus: int | None, logs: Mapping[str, Any]) -> None:
     for attempt in range(1, START_ATTEMPTS + 1):
         try:
             with _at_loopback():
@@ -96,7 +105,7 @@ def _start_local(num_cpus: int | None, num_gpus: int | None) -> None:
                     num_cpus=num_cpus,
                     num_gpus=num_gpus,
                     include_dashboard=False,
-                    logging_level=logging.WARNING,
+                    **logs,
                 )
             return
         except Exception as error:  # Ray raises bare exceptions here
@@ -120,12 +129,12 @@ def _at_loopback() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
-def _connect(address: str) -> None:
+def _connect(address: str, logs: Mapping[str, Any]) -> None:
     host, _, port = address.rpartition(":")
     try:
         if port.isdigit() and "/" not in host:  # Ray itself retries for minutes
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_LIMIT_S).close()
-        ray.init(address=address, logging_level=logging.WARNING)
+        ray.init(address=address, **logs)
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`, and where it asks"

@@ -48,6 +48,8 @@ class ResourcePool:
         *,
         gpus_per_node: Sequence[int] | None = None,
         name: str = "",
+        run: str = "",
+        json_logs: bool = False,
         use_gpus: bool = False,
         env: Mapping[str, str] | None = None,
         cpus_per_rank: int = 1,
@@ -56,9 +58,10 @@ class ResourcePool:
     ) -> None:
         """Describe a pool.
 
-        `name` identifies the pool in records. `gpus_per_node` is short for as many ranks with `use_gpus`. `env` are
-        environment variables that every process has from its start. `timeout_s` limits group calls; torch.distributed's
-        collectives time out later, so that the error of the call names the missing ranks.
+        `name` identifies the pool in records, and `run` the run in metrics and logs, which are lines of JSON with
+        `json_logs`. `gpus_per_node` is short for as many ranks with `use_gpus`. `env` are environment variables that
+        every process has from its start. `timeout_s` limits group calls; torch.distributed's collectives time out later,
+        so that the error of the call names the missing ranks.
 
         Raises:
             ConfigError: none or both of ranks_per_node and gpus_per_node are given, or a number is not positive.
@@ -66,7 +69,7 @@ class ResourcePool:
         if (ranks_per_node is None) == (gpus_per_node is None):
             raise ConfigError("a ResourcePool takes ranks_per_node or gpus_per_node, and exactly one of them")
         self.ranks_per_node = tuple(ranks_per_node or gpus_per_node or ())
-        self.name = name
+        self.name, self.run, self.json_logs = name, run, json_logs
         self.use_gpus = use_gpus or gpus_per_node is not None
         self.cpus_per_rank = cpus_per_rank
         self.start_timeout_s = start_timeout_s
@@ -246,7 +249,7 @@ class ResourcePool:
                         scheduling_strategy=PlacementGroupSchedulingStrategy(
                             self._placement, placement_group_bundle_index=bundle
                         ),
-                    ).remote(label, len(self._processes))
+                    ).remote(label, len(self._processes), self.run, self.name, self.json_logs)
                 )
         seats = self._on_all("take_seat", self.start_timeout_s)
         self._processes, self._identities = _number(self._processes, seats, self.ranks_per_node)

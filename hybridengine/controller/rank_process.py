@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
 import pickle
 import time
@@ -17,11 +18,15 @@ from ray import cloudpickle
 
 from hybridengine.controller import network
 from hybridengine.controller.failures import Outcome, failure_of
+from hybridengine.controller.json_logs import JsonLogs
+from hybridengine.controller.metrics import RankMetrics, Work, work_of
 from hybridengine.controller.relays import Share
 from hybridengine.controller.whereabouts import telling
 from hybridengine.importing import import_object, nothing_collected
 from hybridengine.machine import Device, held_bytes, total_bytes, wait_for_device
 from hybridengine.rows.protocols import GroupTopology, RankContext
+
+logger = logging.getLogger(__name__)
 
 Gpu = tuple[int, str]
 """Position of a GPU among those of its node, and its name in CUDA_VISIBLE_DEVICES: an index, or that of a GPU or MIG."""
@@ -59,7 +64,7 @@ def _answered(method: Callable[..., Any]) -> Any:
     @functools.wraps(method)
     def answer(self: RankProcess, *arguments: Any) -> Outcome:
         begin, failure, result = time.time(), None, None
-        self.cost = {}
+        self.cost, self.work = {}, None
         try:
             result = method(self, *arguments)
             wait_for_device()
@@ -67,7 +72,12 @@ def _answered(method: Callable[..., Any]) -> Any:
             result = None if result is None else cloudpickle.dumps(result)
         except (Exception, SystemExit) as error:  # sent to the controller as data, with rank and traceback
             failure, result = failure_of(self.rank, error), None
-        return Outcome(begin, time.time(), failure, held_bytes=held_bytes(), **self.cost, result=result)
+            if self._json:  # as text, the controller prints it
+                logger.error(failure.error, extra={"traceback": failure.traceback})
+        outcome = Outcome(begin, time.time(), failure, held_bytes=held_bytes(), **self.cost, result=result)
+        if self.metrics is not None and self.work is not None and failure is None:
+            self.metrics.count(self.work, outcome)
+        return outcome
 
     return answer
 
@@ -75,12 +85,20 @@ def _answered(method: Callable[..., Any]) -> Any:
 class RankProcess:
     """One rank of a pool. All remote methods return an `Outcome`, and never raise.
 
-    Printed lines begin with `label`. `rank` is the number of the process until it has a rank.
+    Printed lines begin with `label`. `rank` is the number of the process until it has a rank. Metrics and logs name `run`
+    and `pool`.
     """
 
-    def __init__(self, label: str, rank: int) -> None:
+    def __init__(self, label: str, rank: int, run: str = "", pool: str = "", json_logs: bool = False) -> None:
         self.rank, self.cost = rank, dict[str, Any]()
         """Fields of the present call's `Outcome`."""
+        self.work: Work | None = None
+        """What the present call has done, once it is a call of a role and has succeeded."""
+        self.metrics: RankMetrics | None = None
+        self._run_name, self._pool = run, pool
+        self._json, self._logs = json_logs, JsonLogs(run, "pool", rank)
+        if json_logs:
+            self._logs.install()
         self._label, self._node = label, ""
         self._store: Any = None
         self._stored: Any = None
@@ -159,6 +177,9 @@ class RankProcess:
             raise network.not_met(identity.rank, identity.node, error) from None
         with nothing_collected():
             importlib.import_module("hybridengine.controller.row_requests")
+        self._logs.rank = self.rank
+        logger.info("rank %d of %d has joined pool %r", self.rank, identity.world_size, self._pool)
+        self.metrics = RankMetrics(self._run_name, self._pool, self.rank)
         node_bytes = total_bytes()
         if identity.node_gpus:
             capability = torch.cuda.get_device_capability()
@@ -214,8 +235,12 @@ class RankProcess:
         owner = Owner(self._node, os.getpid(), self.rank)
         with telling(part.call.timeout_s):
             (args, kwargs), self.cost = fetch_arguments(part, share.rows, inputs, self._timeout_s, owner)
-            worker = self._workers[part.call.role]
-            return getattr(worker, part.call.method)(*args, **kwargs), part.call, owner
+            role, method = part.call.role, part.call.method
+            self._logs.role = role
+            result = getattr(self._workers[role], method)(*args, **kwargs)
+            given = (*args, *kwargs.values())
+            self.work = work_of(role, method, given, result, is_source=share.is_source)
+            return result, part.call, owner
 
     @_answered
     def leave_world(self) -> None:

@@ -56,6 +56,8 @@ class NodeTask:
     address: str | None = None
     attached: bool = False
     """True if the node ends when its standard input does."""
+    metrics_port: int | None = None
+    """Port at which Ray exports metrics on all addresses of the node; None exports them at loopback or not at all."""
 
     @property
     def host(self) -> str:
@@ -104,6 +106,7 @@ def _follow(task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[
         task.log(),
         num_cpus=task.num_cpus,
         num_gpus=task.num_gpus,
+        metrics_port=task.metrics_port,
     ) as ray_node:
         ray_node.wait(deadline, check)
         say(f"{task.host} has joined Ray at {ray['address']} from {own}")
@@ -135,7 +138,13 @@ class Lead:
                 environment = token_environment(self._meeting.write_token())
                 ray_node = ends.enter_context(
                     RayNode(
-                        own, None, environment, task.log(), num_cpus=task.num_cpus, num_gpus=task.num_gpus
+                        own,
+                        None,
+                        environment,
+                        task.log(),
+                        num_cpus=task.num_cpus,
+                        num_gpus=task.num_gpus,
+                        metrics_port=task.metrics_port,
                     )
                 )
                 ray_node.wait(self._deadline, self._check)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ipaddress
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ START_ATTEMPTS = 3
 """Number of attempts to start Ray, whose processes have 30 s: too short on a busy machine."""
 STARTED = b"Ray runtime started"
 """What `ray start` prints once its processes answer."""
+METRICS = "RAY_enable_metrics_collection"
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0"}
 
 
@@ -61,14 +63,20 @@ class RayNode:
         *,
         num_cpus: int,
         num_gpus: int | None,
+        metrics_port: int | None = None,
     ) -> None:
         """Start Ray at an address of this node; as the head if `head_address` is None.
 
-        Without `num_gpus`, Ray counts the GPUs. All ports but the head's are chosen by the system.
+        Without `num_gpus`, Ray counts the GPUs. All ports but the head's are chosen by the system, and `metrics_port`,
+        at which Ray exports metrics on all addresses; without it, they are exported at loopback or not at all.
         """
         self._own, self._head = own_address, head_address
         self._environment, self._log = dict(environment), log
-        self._offer = [f"--num-cpus={num_cpus}"] + ([] if num_gpus is None else [f"--num-gpus={num_gpus}"])
+        self._options = [f"--num-cpus={num_cpus}"] + ([] if num_gpus is None else [f"--num-gpus={num_gpus}"])
+        if metrics_port is not None:
+            self._options.append(f"--metrics-export-port={metrics_port}")
+        elif not ipaddress.ip_address(own_address).is_loopback:  # Ray would listen on all addresses
+            self._environment[METRICS] = "0"
         self._attempts = 0
         self._start()
 
@@ -77,7 +85,7 @@ class RayNode:
         # Short: paths of Unix sockets have at most 107 characters. Ray's /tmp/ray may be another user's.
         self._folder = Path(tempfile.mkdtemp(prefix="he-ray-"))
         self.address = self._head or _joined(self._own, _free_port(self._own))
-        options = [f"--node-ip-address={self._own}", *self._offer]
+        options = [f"--node-ip-address={self._own}", *self._options]
         if self._head is None:
             port = self.address.rpartition(":")[2]
             options += ["--head", f"--port={port}", "--include-dashboard=false"]

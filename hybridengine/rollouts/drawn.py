@@ -27,6 +27,11 @@ class Drawn:
     routes: tuple[np.ndarray, ...] = ()
     """New experts of each response's tokens, [n, L, K] (`Response.routes`); none unless engines keep them."""
 
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all responses, T."""
+        return len(self.tokens)
+
     def parts(self) -> Iterator[tuple[int, bool, slice]]:
         """Yield (number, has ended, place of its new tokens) of every response."""
         ends = np.cumsum(self.counts)

@@ -225,7 +225,7 @@ class Engines:
                 if engine.number in places:
                     for drawn in engine.take_drawn():
                         self.queue.record(drawn)
-                        self._drawn_tokens[engine is self._own] += len(drawn.tokens)
+                        self._drawn_tokens[engine is self._own] += drawn.num_tokens
             ended.append(places)
         self._order.record(Wait(step, ended))
 

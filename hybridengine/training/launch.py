@@ -63,7 +63,8 @@ class RunPools:
         call_log()  # created before the pools, which start concurrently and share it
         if config.cluster.address is not None:
             os.environ["RAY_ADDRESS"] = config.cluster.address
-        start_ray(num_cpus=config.num_ranks)
+        json_logs = config.run.log_format == "json"
+        start_ray(num_cpus=config.num_ranks, json_logs=json_logs)
         offers = node_offers()
         has_gpus = any(offer.num_gpus for offer in offers)
         use_gpus = config.cluster.device == "cuda" or (config.cluster.device == "auto" and has_gpus)
@@ -80,8 +81,10 @@ class RunPools:
             name: ResourcePool(
                 ranks_per_node=ranks_per_node,
                 name=name,
+                run=config.run.name,
+                json_logs=json_logs,
                 use_gpus=use_gpus,
-                env=rank_environment(use_gpus=use_gpus),
+                env=rank_environment(use_gpus=use_gpus, own_logs=not json_logs),
                 start_timeout_s=config.timeouts.start_s,
                 timeout_s=config.timeouts.call_s,
             )

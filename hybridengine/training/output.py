@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from tensordict import TensorDictBase
 
 from hybridengine.config import RunConfig
 from hybridengine.controller.call_log import CallRecord, call_log
+from hybridengine.controller.metrics import StepMetrics
 from hybridengine.data.rewards import Decoder, reward_texts
 from hybridengine.planning.costs.dataflows import phase_of_call
 from hybridengine.report import keys
@@ -24,6 +26,8 @@ from hybridengine.report.samples import SAMPLES_FOLDER, Sample, terminal_table, 
 from hybridengine.report.step_rows import METRICS_FILE
 from hybridengine.report.timeline import TIMELINE_FILE, Reading, Span, TimelineWriter
 from hybridengine.report.trackers import TrackedRun, Trackers
+
+logger = logging.getLogger(__name__)
 
 BARS = {
     "generate": "generate",
@@ -82,13 +86,15 @@ class RunOutput:
         self._nodes, self._tokenizer, self._trackers = nodes, tokenizer, trackers
         self._samples = folder / SAMPLES_FOLDER
         self._console, self._num_steps = console, run.steps
-        shows_view = run.live and can_show_live(console)
+        self._logs_json = run.log_format == "json"
+        shows_view = run.live and not self._logs_json and can_show_live(console)
         calls = call_log()
         self._view = (
             LiveView(console, run.steps, phase_of_call, lambda: calls.unfinished) if shows_view else None
         )
         self._recorder = MetricsRecorder(folder)
         self._timeline = TimelineWriter(folder / TIMELINE_FILE)
+        self._metrics = StepMetrics(run.name)
 
     def begin(self, step: int, *what: str) -> None:
         """Show in the live view that a step begins, or `what` after it."""
@@ -98,11 +104,16 @@ class RunOutput:
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write and print the row of a step, where step 0 is the state before training."""
         row = self._recorder.record(step, metrics)
+        self._metrics.record(row)
         if self._trackers is not None:
             self._trackers.log(row)
         if self._view is not None:
             self._view.end(row)
-        self._console.print(Text(step_line(row, self._num_steps)), soft_wrap=True)
+        line = step_line(row, self._num_steps)
+        if self._logs_json:
+            logger.info(line, extra={"metrics": row})
+        else:
+            self._console.print(Text(line), soft_wrap=True)
 
     def draw(self, step: int, records: Sequence[CallRecord]) -> None:
         """Add the calls of a step, and the memory of the ranks after each call, to the timeline."""
@@ -136,6 +147,7 @@ class RunOutput:
             self._console.print(terminal_table(step, samples[:SHOWN_SAMPLES]))
 
     def __enter__(self) -> RunOutput:
+        self._metrics.__enter__()
         if self._view is not None:
             self._view.__enter__()
         return self
@@ -144,6 +156,7 @@ class RunOutput:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with ExitStack() as ends:
+            ends.push(self._metrics)
             ends.callback(self._timeline.close)
             ends.callback(self._recorder.close)
             if self._view is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import time
@@ -21,6 +22,8 @@ from hybridengine.config.run_config import ranks_key
 from hybridengine.config.sections import WarmupSection
 from hybridengine.controller.call_log import call_log
 from hybridengine.controller.failures import failure_signature, is_passing
+from hybridengine.controller.json_logs import json_logs
+from hybridengine.controller.metrics import metrics_targets
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.datasets import DemonstrationDataset
 from hybridengine.drivers.dataflow import check_functions
@@ -55,13 +58,24 @@ from hybridengine.training.resuming import (
 from hybridengine.training.saving import Progress, RunSaver, changes_since, load_roles
 from hybridengine.training.stopping import StopRequest
 
+logger = logging.getLogger(__name__)
+
 
 def train(config: RunConfig) -> None:
-    """Carry out a run, or the remaining steps of a resumed run, and print its progress."""
+    """Carry out a run, or the remaining steps of a resumed run, and print or log its progress."""
+    as_json = config.run.log_format == "json"
+    with json_logs(config.run.name) if as_json else contextlib.nullcontext():
+        _train(config, as_json)
+
+
+def _train(config: RunConfig, as_json: bool) -> None:
     console = Console()
     started = time.perf_counter()
 
     def say(text: str) -> None:
+        if as_json:
+            logger.info(without_secrets(text))
+            return
         line = f"[{time.perf_counter() - started:6.1f}s] {without_secrets(text)}"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -105,8 +119,8 @@ def train(config: RunConfig) -> None:
             f"stopped; {resume_command(config) if is_saved else 'nothing is saved, because checkpoint.every=0'}"
         )
         return
-    rows = read_rows(config.run_folder)
-    console.print(summary_table(rows))
+    if not as_json:
+        console.print(summary_table(read_rows(config.run_folder)))
     say(where_to_look(as_typed(config.run_folder)))
 
 
@@ -201,7 +215,10 @@ class _Run:
                 progress.step, checkpoint.folder if checkpoint and checkpoint.step else None
             )
         call_log().take_records()  # discard those of a failed attempt
-        with RunOutput(config, pools.nodes, self.files.tokenizer, self.console, self.trackers) as output:
+        with (
+            metrics_targets(config.run_folder),
+            RunOutput(config, pools.nodes, self.files.tokenizer, self.console, self.trackers) as output,
+        ):
             saver = RunSaver(config, roles, progress, say)
             keep_config(config)
             self.has_started = True

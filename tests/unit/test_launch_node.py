@@ -20,8 +20,10 @@ import pytest
 from hybridengine.checkpoints.run_lock import is_locked, run_lock
 from hybridengine.cli.main import main
 from hybridengine.errors import ConfigError, WorkerError
+from hybridengine.launch import ray_node
 from hybridengine.launch.addresses import answering, common_address, own_addresses, reached
 from hybridengine.launch.meeting import END, Meeting, listed
+from hybridengine.launch.ray_node import RayNode
 
 Carried = namedtuple("Carried", "family address")
 State = namedtuple("State", "isup")
@@ -244,3 +246,36 @@ def wait_for(holds: Callable[[], bool], limit_s: float = 30) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("address", "port", "exported"),
+    [
+        ("127.0.0.1", None, (None, None)),  # Ray listens where the node does
+        ("10.0.0.5", None, ("0", None)),  # it would listen on all addresses
+        ("fd77::5", None, ("0", None)),
+        ("10.0.0.5", 9090, (None, "--metrics-export-port=9090")),
+    ],
+)
+def test_metrics_leave_a_node_only_if_a_port_is_given(
+    address: str,
+    port: int | None,
+    exported: tuple[str | None, str | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    started = list[tuple[list[str], dict[str, str]]]()
+
+    class Ended:
+        def __init__(self, command: list[str], env: dict[str, str], **_: object) -> None:
+            started.append((command, env))
+
+        def poll(self) -> int:
+            return 0
+
+    monkeypatch.setattr(ray_node, "fated", Ended)
+    node = RayNode(address, "10.0.0.1:6379", {}, tmp_path / "log", num_cpus=1, num_gpus=0, metrics_port=port)
+    node.stop()
+    ((command, environment),) = started
+    options = [option for option in command if option.startswith("--metrics-export-port")]
+    assert (environment.get("RAY_enable_metrics_collection"), next(iter(options), None)) == exported

@@ -21,6 +21,6 @@ ON_GPU = _EVERYWHERE | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 """Megatron-core requires one connection, so that communication is enqueued in order."""
 
 
-def rank_environment(*, use_gpus: bool) -> dict[str, str]:
-    """Return the environment variables of a rank on a GPU or on a CPU."""
-    return dict(ON_GPU if use_gpus else ON_CPU)
+def rank_environment(*, use_gpus: bool, own_logs: bool = True) -> dict[str, str]:
+    """Return the environment variables of a rank on a GPU or on a CPU; unless `own_logs`, vLLM logs as ranks do."""
+    return (ON_GPU if use_gpus else ON_CPU) | ({} if own_logs else {"VLLM_CONFIGURE_LOGGING": "0"})
