@@ -92,6 +92,11 @@ class RunPools:
         """Address of each rank's node, by pool, without engines that have ended."""
         return {name: pool.nodes for name, pool in self._pools.items() if not pool.is_closed}
 
+    @property
+    def used_nodes(self) -> list[str]:
+        """Addresses of all nodes on which the pools have started ranks, also if these have ended."""
+        return sorted({node for pool in self._pools.values() for node in pool.nodes})
+
     def reserve(self) -> None:
         """Reserve nodes for all pools, in the order of the pools if they fit that way; idempotent."""
         pools = list(self._pools.values())

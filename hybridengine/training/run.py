@@ -20,9 +20,10 @@ from hybridengine.config import RunConfig
 from hybridengine.config.run_config import ranks_key
 from hybridengine.config.sections import WarmupSection
 from hybridengine.controller.call_log import call_log
-from hybridengine.controller.failures import failure_signature, is_passing
+from hybridengine.controller.failures import failure_signature, is_passing, is_unforeseen
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.datasets import DemonstrationDataset
+from hybridengine.doctor.diagnosis import Diagnosis, diagnose
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.errors import HybridEngineError, OutputError, WorkerError, raise_all
 from hybridengine.formatting import format_bytes
@@ -138,16 +139,33 @@ class _Run:
             except (WorkerError, RayError) as error:
                 seen = f"{progress.step} {failure_signature(error)}"
                 most = self.config.faults.max_restarts
-                if self.stop.heard or not is_passing(error) or restarts >= most or seen == last:
+                failure, is_lasting = self._explained(error, pools)
+                in_vain = is_lasting or restarts >= most or seen == last
+                if self.stop.heard or not is_passing(error) or in_vain:
                     self._say_what_is_left(progress)
-                    raise
+                    if failure is error:
+                        raise
+                    raise failure from error
                 restarts, last = restarts + 1, seen
-                self.say(f"failed {self._place(progress)}: {error}")
+                self.say(f"failed {self._place(progress)}: {failure}")
                 self.say(f"starting the ranks again ({restarts} of at most {most} times)")
-                failure = error
             checkpoint = settle_checkpoints(self.config.run_folder, self.say) or first
             self.say(f"resuming after step {checkpoint.step if checkpoint else 0}")
             pools = self._pools_after(failure)
+
+    def _explained(self, error: Exception, pools: RunPools) -> tuple[Exception, bool]:
+        """Return an error of ranks on several nodes with what is wrong with these and the links between them, and whether
+        that makes it pointless to start the ranks again."""
+        nodes = pools.used_nodes
+        if self.stop.heard or not is_passing(error) or is_unforeseen(error) or len(nodes) == 1:
+            return error, False
+        self.say("examining the nodes, and the links between them")
+        try:
+            found = diagnose(str(self.config.run_folder), nodes)
+        except (HybridEngineError, RayError) as reason:  # the error itself is still reported
+            found = Diagnosis([f"the nodes could not be examined: {reason}"], False)
+        listing = "".join(f"\n  {one}" for one in found.texts)
+        return WorkerError(f"{error}\nfound on the nodes:{listing}") if listing else error, found.is_lasting
 
     def _say_what_is_left(self, progress: Progress) -> None:
         """Print where the run failed and how to resume it."""

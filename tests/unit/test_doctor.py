@@ -14,16 +14,14 @@ import pytest
 from hybridengine.cli.main import main
 from hybridengine.doctor import examination
 from hybridengine.doctor import node_facts as facts_module
+from hybridengine.doctor.links import LinkFacts, open_port, reach
 from hybridengine.doctor.node_facts import (
-    NodePost,
     ask_libraries,
     is_seen,
     lock_is_seen,
     locked_mark,
     made,
-    open_port,
     try_folder,
-    unreachable,
     unreadable,
 )
 
@@ -96,12 +94,13 @@ def refusing() -> Iterator[int]:
         yield silent.getsockname()[1]
 
 
-def test_posts_reach_each_other() -> None:
-    one, other = NodePost(), NodePost()
-    assert one.call(unreachable, {"127.0.0.1": other.call(open_port)}) == {}
+def test_ports_that_are_reached_and_those_that_are_not() -> None:
+    """A node is called by any address."""
+    port = open_port()
+    assert reach({"127.0.0.1": port, "::1": port}) == {"127.0.0.1": LinkFacts(), "::1": LinkFacts()}
     with refusing() as silent:
-        assert unreachable({"127.0.0.1": silent}) == {
-            "127.0.0.1": "ConnectionRefusedError: Connection refused"
+        assert reach({"127.0.0.1": silent}, ["127.0.0.1"]) == {
+            "127.0.0.1": LinkFacts(error="ConnectionRefusedError: Connection refused")
         }
 
 
