@@ -43,7 +43,6 @@ def diagnose(folder: str, nodes: Collection[str]) -> Diagnosis:
     known = {node["NodeManagerAddress"]: node for node in sorted(ray.nodes(), key=lambda node: node["Alive"])}
     offers = [offer for offer in cluster.node_offers() if not nodes or offer.address in nodes]
     alive = [offer.address for offer in offers]
-    lost = [_lost(known[node]) for node in nodes if node in known and node not in alive]
     findings = list[Finding]()
     posts = Posts(offers)
     for node, free in posts.ask_all(shared_memory_bytes).items():
@@ -55,7 +54,9 @@ def diagnose(folder: str, nodes: Collection[str]) -> Diagnosis:
             findings.append(problem(Subject.MEMORY, text, remedy, node))
     findings += judge_folder(RunNeeds(folder), posts.ask_all(try_folder, folder))
     links = try_links(posts)
-    findings += [*judge_ports(links), *judge_links(links), *posts.failures]
+    findings += [*judge_ports(links), *judge_links(links)]
+    silent = {*nodes, *alive} - set(posts.nodes)
+    lost = [_lost(known[node]) for node in sorted(silent) if node in known] or posts.failures
     texts = [
         f"{', '.join(_named(known.get(node), node) for node in found.nodes)}: {found.text}; {found.remedy}"
         for found in merged([*lost, *findings])
@@ -69,11 +70,12 @@ def _named(node: Mapping[str, Any] | None, address: str) -> str:
 
 
 def _lost(node: Mapping[str, Any]) -> Finding:
-    """Return why Ray has lost a node, as far as it can be seen from here."""
+    """Return why a node does not answer, or no longer belongs to Ray, as far as it can be seen from here."""
     address, port = node["NodeManagerAddress"], node["NodeManagerPort"]
     (way,) = reach({address: port}).values()
     if not way.error:
-        text, remedy = "Ray has given the node up, and reaches it again", "start Ray there again"
+        text = "the node did not answer in time, but its ports can be reached"
+        remedy = "see Ray's logs of that node, and start Ray there again"
     elif "Refused" in way.error:
         text = "Ray has ended there, and the host still answers"
         remedy = "see Ray's logs of that node for the reason, and start Ray there again"

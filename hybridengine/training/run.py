@@ -37,6 +37,7 @@ from hybridengine.report.trackers import Trackers, missing_trackers
 from hybridengine.rollouts.order import read_order
 from hybridengine.training.dry_run import cost_of, layout_lines
 from hybridengine.training.files import RunFiles, claim_run, keep_config, prepare_files
+from hybridengine.training.folder_watch import watched_folder
 from hybridengine.training.iterations import iterate
 from hybridengine.training.launch import RunPools
 from hybridengine.training.output import RunOutput, run_trackers, where_to_look
@@ -68,6 +69,11 @@ def train(config: RunConfig) -> None:
 
     raise_all([*local_problems(config), *missing_trackers(config.run.trackers)])
     check_functions(config.algorithm)
+    with watched_folder(config.run_folder, config.timeouts.save_s, say):
+        _train(config, console, say)
+
+
+def _train(config: RunConfig, console: Console, say: Callable[[str], None]) -> None:
     config, is_made_here = claim_run(config)
     say(f"run {as_typed(config.run_folder)}: {config.run.steps} steps of {config.rows_per_step} sequences")
     stop = StopRequest(saves=bool(config.checkpoint.every))

@@ -14,6 +14,8 @@ from tests.warm_workers import warm_program
 
 COMMAND = str(Path(sys.executable).with_name("hybridengine"))
 PORT = 6379
+FAKE_TIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
+"""Library of Debian's `faketime`, which changes what a process knows of the time."""
 START_RAY = """
 from tests.warm_workers import with_warm_workers
 with_warm_workers(None)
@@ -35,11 +37,24 @@ class RayCluster:
         paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
         plain = {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": os.pathsep.join(paths)}
         self.variables: dict[str, str] = {**QUIET_RAY, **warm_ray, **plain}
+        self._num_cpus = num_cpus
         for host in hosts:
-            head = ["--head", "--port", PORT, "--include-dashboard", "false"]
-            where = head if host is hosts[0] else ["--address", self.address]
-            offer = ["--node-ip-address", host.address, "--num-cpus", num_cpus, "--num-gpus", 0]
-            host.run(sys.executable, "-c", START_RAY, "start", *where, *offer, env=self.variables)
+            self.join(host)
+
+    def join(self, host: Host, *options: object, **variables: str) -> None:
+        """Start a node on a host, or start it again, with more options of `ray start` and environment variables."""
+        head = ["--head", "--port", PORT, "--include-dashboard", "false"]
+        where = head if host is self.hosts[0] else ["--address", self.address]
+        offer = ["--node-ip-address", host.address, "--num-cpus", self._num_cpus, "--num-gpus", 0, *options]
+        host.run(sys.executable, "-c", START_RAY, "start", *where, *offer, env=self.variables | variables)
+
+    def join_in_another_time(self, host: Host, offset: str) -> None:
+        """Start a node on a host, with processes whose clocks are ahead; their workers come from no warm process."""
+        offer = ["--node-ip-address", host.address, "--num-cpus", self._num_cpus, "--num-gpus", 0]
+        cold = {name: value for name, value in self.variables.items() if name != "RAY_RUNTIME_ENV_HOOK"}
+        shifted = {"LD_PRELOAD": FAKE_TIME, "FAKETIME": offset, "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--address", self.address, *offer]
+        host.run(*command, env=cold | shifted)
 
     def run(
         self, *command: object, host: int = 0, limit_s: float = 300, check: bool = True
