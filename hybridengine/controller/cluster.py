@@ -46,6 +46,8 @@ class NodeOffer:
     num_gpus: int
     node_id: str = ""
     """Ray's node id."""
+    port: int = 0
+    """Port at which Ray listens there."""
 
     def num_ranks(self, cpus_per_rank: int, use_gpus: bool) -> int:
         """Return the number of ranks that fit on the node."""
@@ -140,7 +142,8 @@ def node_offers(*, free: bool = False) -> list[NodeOffer]:
     for node in _live_nodes():
         resources = available.get(node["NodeID"], {}) if free else node["Resources"]
         cpus, gpus = (int(resources.get(kind, 0)) for kind in ("CPU", "GPU"))
-        offers.append(NodeOffer(node["NodeManagerAddress"], cpus, gpus, node["NodeID"]))
+        place = node["NodeManagerAddress"], cpus, gpus, node["NodeID"], node["NodeManagerPort"]
+        offers.append(NodeOffer(*place))
     return sorted(offers, key=lambda offer: node_key(offer.address, offer.node_id))
 
 

@@ -13,7 +13,7 @@ from hybridengine.controller import cluster
 from hybridengine.doctor.findings import Finding, Level, Subject, merged, problem
 from hybridengine.doctor.judging import RunNeeds, judge_folder
 from hybridengine.doctor.judging_links import judge_links, judge_ports
-from hybridengine.doctor.links import reach
+from hybridengine.doctor.links import LinkFacts, probe_all
 from hybridengine.doctor.node_facts import shared_memory_bytes, try_folder
 from hybridengine.doctor.posts import Posts, try_links
 from hybridengine.formatting import format_bytes
@@ -42,21 +42,24 @@ def diagnose(folder: str, nodes: Collection[str]) -> Diagnosis:
     """
     known = {node["NodeManagerAddress"]: node for node in sorted(ray.nodes(), key=lambda node: node["Alive"])}
     offers = [offer for offer in cluster.node_offers() if not nodes or offer.address in nodes]
-    alive = [offer.address for offer in offers]
-    findings = list[Finding]()
-    posts = Posts(offers)
+    alive = {offer.address for offer in offers}
+    ways = probe_all({node: known[node]["NodeManagerPort"] for node in {*nodes, *alive} & set(known)})
+    here = ray.util.get_node_ip_address()
+    cut_off = {node: way for node, way in ways.items() if node in alive and way.packet_bytes}
+    findings = list(judge_links({here: cut_off}))
+    posts = Posts(
+        [offer for offer in offers if not ways[offer.address].error and offer.address not in cut_off]
+    )
     for node, free in posts.ask_all(shared_memory_bytes).items():
         if free is not None and free < FULL_BYTES:
             text = f"{SHARED_MEMORY} has {format_bytes(free)} free: processes that use more of it are killed (SIGBUS)"
-            remedy = (
-                "remove files that ended processes have left there, or enlarge it (mount -o remount,size=8G)"
-            )
+            remedy = "remove what ended processes have left there, or enlarge it (mount -o remount,size=8G)"
             findings.append(problem(Subject.MEMORY, text, remedy, node))
     findings += judge_folder(RunNeeds(folder), posts.ask_all(try_folder, folder))
     links = try_links(posts)
     findings += [*judge_ports(links), *judge_links(links)]
-    silent = {*nodes, *alive} - set(posts.nodes)
-    lost = [_lost(known[node]) for node in sorted(silent) if node in known] or posts.failures
+    silent = sorted(set(ways) - set(posts.nodes) - set(cut_off))
+    lost = [_lost(node, ways[node]) for node in silent]
     texts = [
         f"{', '.join(_named(known.get(node), node) for node in found.nodes)}: {found.text}; {found.remedy}"
         for found in merged([*lost, *findings])
@@ -69,10 +72,8 @@ def _named(node: Mapping[str, Any] | None, address: str) -> str:
     return f"node {address}" + (f" (host {node['NodeManagerHostname']})" if node else "")
 
 
-def _lost(node: Mapping[str, Any]) -> Finding:
+def _lost(node: str, way: LinkFacts) -> Finding:
     """Return why a node does not answer, or no longer belongs to Ray, as far as it can be seen from here."""
-    address, port = node["NodeManagerAddress"], node["NodeManagerPort"]
-    (way,) = reach({address: port}).values()
     if not way.error:
         text = "the node did not answer in time, but its ports can be reached"
         remedy = "see Ray's logs of that node, and start Ray there again"
@@ -82,4 +83,4 @@ def _lost(node: Mapping[str, Any]) -> Finding:
     else:
         text = f"the link to the host is down, or the host is: {socket.gethostname()} gets no answer ({way.error})"
         remedy = "mend it and start Ray there again, or start the cluster with another node"
-    return problem(Subject.PORTS, text, remedy, address)
+    return problem(Subject.PORTS, text, remedy, node)

@@ -38,6 +38,7 @@ from hybridengine.doctor.judging import (
     judge_versions,
 )
 from hybridengine.doctor.judging_links import judge_links, judge_ports
+from hybridengine.doctor.links import LinkFacts, probe_all
 from hybridengine.doctor.node_facts import (
     IMPORT_LIMIT_S,
     FolderFacts,
@@ -70,11 +71,13 @@ def examine_cluster(needs: RunNeeds, own: NodeFacts, say: Say) -> list[Finding]:
     """Examine every node of the connected cluster, of which this machine may be one, and a world of ranks on it."""
     offers = cluster.node_offers()
     use_gpus = needs.uses_gpus(any(one.num_gpus for one in offers))
-    findings = list[Finding]()
-    posts = Posts(offers)
     here = ray.get_runtime_context().get_node_id()
     own = replace(own, node=next((one.address for one in offers if one.node_id == here), own.node))
-    elsewhere = [one.address for one in offers if one.address != own.node]
+    ways = probe_all({one.address: one.port for one in offers if one.address != own.node})
+    cut_off = {node: way for node, way in ways.items() if way.error or way.packet_bytes}
+    findings = [*judge_links({own.node: cut_off}), *_without_answer(own.node, cut_off)]
+    posts = Posts([one for one in offers if one.address not in cut_off])
+    elsewhere = [node for node in ways if node not in cut_off]
     if elsewhere:
         say(f"asking {len(elsewhere)} other node(s); they import torch, Megatron-core and vLLM")
     answers = posts.ask_all(node_facts, of=elsewhere, limit_s=IMPORT_LIMIT_S + START_LIMIT_S)
@@ -112,6 +115,15 @@ def examine_cluster(needs: RunNeeds, own: NodeFacts, say: Say) -> list[Finding]:
         ranks_per_node = next(iter(needs.pools.values()), num_ranks)
         findings.append(_world_finding(needs, ranks_per_node, use_gpus, say))
     return findings
+
+
+def _without_answer(here: str, ways: Mapping[str, LinkFacts]) -> Iterator[Finding]:
+    """Yield findings on nodes of Ray that cannot be connected to from this one."""
+    remedy = "check the network to it, and start Ray there with an address that others reach (--node-ip-address)"
+    for node, way in ways.items():
+        if way.error:
+            text = f"the node does not answer: {here} cannot connect to it ({way.error})"
+            yield problem(Subject.PORTS, text, remedy, node)
 
 
 def ranks_on_nodes(

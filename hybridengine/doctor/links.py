@@ -107,12 +107,32 @@ def _connection_error(host: str, port: int) -> str:
     return ""
 
 
+def probe_all(ports: Mapping[str, int]) -> dict[str, LinkFacts]:
+    """Return the facts, without figures, about the ways from this node to ports of others, whatever listens there."""
+    with ThreadPoolExecutor(NUM_CONNECTING) as threads:
+        return dict(zip(ports, threads.map(_probe, ports, ports.values()), strict=True))
+
+
+def _probe(host: str, port: int) -> LinkFacts:
+    if error := _connection_error(host, port):
+        return LinkFacts(error=error)
+    try:
+        found = measure(host, port)
+    except OSError:  # it has been told data that it does not understand, and has hung up
+        return LinkFacts()
+    return LinkFacts(packet_bytes=found.packet_bytes, passes_small=found.passes_small)
+
+
 def measure(host: str, port: int) -> LinkFacts:
     """Return the facts about the way to a port at which data is discarded."""
     info, seconds = _send(host, port)
     if info.acknowledged_bytes <= 1:  # the connection itself counts as one
-        small, _ = _send(host, port, SMALL_SEGMENT_BYTES)
-        return LinkFacts(packet_bytes=info.packet_bytes, passes_small=small.acknowledged_bytes > 1)
+        try:
+            small, _ = _send(host, port, SMALL_SEGMENT_BYTES)
+            passes_small = small.acknowledged_bytes > 1
+        except OSError:  # as in `_probe`
+            passes_small = True
+        return LinkFacts(packet_bytes=info.packet_bytes, passes_small=passes_small)
     return LinkFacts(
         bytes_s=info.acknowledged_bytes / seconds,
         round_trip_s=info.round_trip_us / 1e6,

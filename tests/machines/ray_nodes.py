@@ -30,8 +30,15 @@ class RayCluster:
     The hosts must share the folder of the warm workers: `shared=[tmp_path, warm_folder(warm_ray)]`.
     """
 
-    def __init__(self, hosts: Sequence[Host], warm_ray: Mapping[str, str], num_cpus: int = 2) -> None:
-        """Start a node with `num_cpus` logical CPUs on each host, with workers that are forks of the warm process."""
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        warm_ray: Mapping[str, str],
+        num_cpus: int = 2,
+        options: Sequence[object] = (),
+    ) -> None:
+        """Start a node with `num_cpus` logical CPUs on each host, with workers that are forks of the warm process, and
+        with more `options` of `ray start`."""
         self.hosts, first = list(hosts), hosts[0].address
         self.address = f"[{first}]:{PORT}" if ":" in first else f"{first}:{PORT}"
         paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
@@ -39,7 +46,7 @@ class RayCluster:
         self.variables: dict[str, str] = {**QUIET_RAY, **warm_ray, **plain}
         self._num_cpus = num_cpus
         for host in hosts:
-            self.join(host)
+            self.join(host, *options)
 
     def join(self, host: Host, *options: object, **variables: str) -> None:
         """Start a node on a host, or start it again, with more options of `ray start` and environment variables."""

@@ -67,7 +67,7 @@ def test_a_folder_that_hangs_on_another_host_is_named(tmp_path: Path, warm_ray: 
     with running(tmp_path, warm_ray) as (_, mounts, job):
         mounts[1].hang()
         assert job.end(SAVE_S + 2 * CALL_S + DIAGNOSIS_S + BUSY_S) == 1
-    error = job.console[job.console.index("\nhybridengine: WorkerTimeoutError") :]
+    error = job.console[job.console.index("\nhybridengine: WorkerError") :]
     assert "rank 1 (" in error and "node 10.77.0.2" in error
     reason = f"{tmp_path}/runs/run cannot be written to (TimeoutError: no answer within 30 s)"
     assert f"node 10.77.0.2 (host second): {reason}; mount the same file system" in error
