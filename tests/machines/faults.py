@@ -16,7 +16,7 @@ import yaml
 
 from hybridengine.report.step_rows import Row, read_rows
 from tests.full.tiny_runs import SECTIONS, computed
-from tests.machines.hosts import ROOT, Host
+from tests.machines.hosts import ROOT, Host, Network
 from tests.machines.ray_nodes import COMMAND, RayCluster
 from tests.warm_workers import warm_program
 
@@ -31,6 +31,16 @@ DIAGNOSIS_S = 60
 """Seconds in which the nodes that are left have been examined."""
 BUSY_S = 120
 """Seconds that the tests' machine may need for what takes a few when it has nothing else to do."""
+
+
+def add_dead_interface(network: Network) -> list[str]:
+    """Give each host an interface that leads nowhere, and return their addresses on it."""
+    addresses = [f"10.99.0.{number}" for number, _ in enumerate(network.hosts, 1)]
+    for host, address in zip(network.hosts, addresses, strict=True):
+        host.run("ip", "tuntap", "add", "dev", "dead0", "mode", "tap")
+        host.run("ip", "addr", "add", f"{address}/24", "dev", "dead0")
+        host.run("ip", "link", "set", "dead0", "up")
+    return addresses
 
 
 class MountedFolder:

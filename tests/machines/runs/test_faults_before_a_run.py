@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.machines.faults import BUSY_S, NAMES, NODE_LOST_S, MountedFolder, start, write_run
+from tests.machines.faults import (
+    BUSY_S,
+    NAMES,
+    NODE_LOST_S,
+    MountedFolder,
+    add_dead_interface,
+    start,
+    write_run,
+)
 from tests.machines.hosts import Network, joined_hosts
 from tests.machines.ray_nodes import RayCluster, warm_folder
 from tests.machines.switch import Cable
@@ -21,8 +29,6 @@ pytestmark = pytest.mark.timeout(900)
 SHM_BYTES = 1200 * 2**20
 ADDRESSES = ["10.77.0.1", "10.77.0.2"]
 LARGE_PACKETS = "packets of 1500 bytes to {} are lost, and small ones arrive: ranks would hang"
-DEAD = "dead0"
-"""Interface that leads nowhere."""
 
 
 @dataclass(frozen=True)
@@ -192,13 +198,10 @@ def test_hosts_that_have_ipv6_alone(tmp_path: Path, warm_ray: dict[str, str]):
 def test_an_interface_that_leads_nowhere(tmp_path: Path, warm_ray: dict[str, str]):
     """Ray knows the second host by an address that nobody reaches."""
     with joined_hosts(NAMES, shared=[tmp_path, warm_folder(warm_ray)]) as network:
-        for number, host in enumerate(network.hosts, 1):
-            host.run("ip", "tuntap", "add", "dev", DEAD, "mode", "tap")
-            host.run("ip", "addr", "add", f"10.99.0.{number}/24", "dev", DEAD)
-            host.run("ip", "link", "set", DEAD, "up")
+        addresses = add_dead_interface(network)
         cluster = RayCluster(network.hosts[:1], warm_ray)
-        cluster.join(network.hosts[1], "--node-ip-address", "10.99.0.2")
+        cluster.join(network.hosts[1], "--node-ip-address", addresses[1])
         found = examine(cluster, tmp_path)
     assert found.status == 1
-    (text,) = found.told("ports", "problem")["10.99.0.2"]
+    (text,) = found.told("ports", "problem")[addresses[1]]
     assert text.startswith("the node does not answer: "), found.console

@@ -89,7 +89,7 @@ def test_a_host_that_disappears_is_replaced(tmp_path: Path, warm_ray: dict[str, 
 def test_a_host_that_comes_back_before_ray_gives_it_up(
     seconds: float, tmp_path: Path, warm_ray: dict[str, str], undisturbed: Left
 ):
-    """TCP sends again, at intervals that double; Ray's own connections last about ten seconds, and then the ranks restart."""
+    """TCP sends again, at intervals that double; Ray's own connections end after about ten seconds."""
     timeouts = {"call_s": NODE_LOST_S + BUSY_S}
     with running(tmp_path, warm_ray, timeouts=timeouts) as (network, _, job):
         network.change("second", up=False)
