@@ -119,7 +119,9 @@ def examine_cluster(needs: RunNeeds, own: NodeFacts, say: Say) -> list[Finding]:
 
 def _without_answer(here: str, ways: Mapping[str, LinkFacts]) -> Iterator[Finding]:
     """Yield findings on nodes of Ray that cannot be connected to from this one."""
-    remedy = "check the network to it, and start Ray there with an address that others reach (--node-ip-address)"
+    remedy = (
+        "check the network to it, and start Ray there with an address that others reach (--node-ip-address)"
+    )
     for node, way in ways.items():
         if way.error:
             text = f"the node does not answer: {here} cannot connect to it ({way.error})"

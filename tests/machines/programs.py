@@ -1,4 +1,4 @@
-"""Programs that tests start on hosts: SLURM's, OpenSSH's, bindfs (a file system that can hang) and faketime.
+"""Programs that tests start on hosts: SLURM's, OpenSSH's and bindfs, a file system that can hang.
 
 python -m tests.machines.programs    installs them as root on Debian, or says what to install
 """
@@ -17,7 +17,6 @@ PACKAGES = {
     "munged": "munge",
     "sshd": "openssh-server",
     "bindfs": "bindfs",
-    "faketime": "faketime",
 }
 """Debian's package of each program."""
 FOLDERS = ("/usr/sbin", "/sbin")

@@ -14,8 +14,8 @@ from tests.warm_workers import warm_program
 
 COMMAND = str(Path(sys.executable).with_name("hybridengine"))
 PORT = 6379
-FAKE_TIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
-"""Library of Debian's `faketime`, which changes what a process knows of the time."""
+AHEAD = ROOT / "tests/machines/ahead"
+"""Folder in PYTHONPATH with which Python's clock is ahead."""
 START_RAY = """
 from tests.warm_workers import with_warm_workers
 with_warm_workers(None)
@@ -55,13 +55,13 @@ class RayCluster:
         offer = ["--node-ip-address", host.address, "--num-cpus", self._num_cpus, "--num-gpus", 0, *options]
         host.run(sys.executable, "-c", START_RAY, "start", *where, *offer, env=self.variables | variables)
 
-    def join_in_another_time(self, host: Host, offset: str) -> None:
-        """Start a node on a host, with processes whose clocks are ahead; their workers come from no warm process."""
+    def join_ahead(self, host: Host, seconds: float) -> None:
+        """Start a node on a host whose Python processes have a clock that is ahead; they come from no warm process."""
         offer = ["--node-ip-address", host.address, "--num-cpus", self._num_cpus, "--num-gpus", 0]
         cold = {name: value for name, value in self.variables.items() if name != "RAY_RUNTIME_ENV_HOOK"}
-        shifted = {"LD_PRELOAD": FAKE_TIME, "FAKETIME": offset, "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+        paths = os.pathsep.join([str(AHEAD), self.variables["PYTHONPATH"]])
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--address", self.address, *offer]
-        host.run(*command, env=cold | shifted)
+        host.run(*command, env=cold | {"PYTHONPATH": paths, "AHEAD_S": str(seconds)})
 
     def run(
         self, *command: object, host: int = 0, limit_s: float = 300, check: bool = True

@@ -93,10 +93,7 @@ def test_a_link_that_drops_large_packets(cluster: RayCluster, network: Network, 
     network.change("second", mtu=1400)
     found = examine(cluster, folder)
     assert found.status == 1
-    expected = {
-        ADDRESSES[0]: [LARGE_PACKETS.format(ADDRESSES[1])],
-        ADDRESSES[1]: [LARGE_PACKETS.format(ADDRESSES[0])],
-    }
+    expected = {ADDRESSES[0]: [LARGE_PACKETS.format(ADDRESSES[1])]}
     assert found.told("links", "problem") == expected, found.console
     assert found.told("links", "warning") == {"": ["no ranks were started: nodes do not reach each other"]}
 
@@ -178,7 +175,7 @@ def test_a_host_whose_link_is_down(cluster: RayCluster, network: Network, folder
 def test_clocks_that_are_apart(tmp_path: Path, warm_ray: dict[str, str]):
     with joined_hosts(NAMES, shared=[tmp_path, warm_folder(warm_ray)]) as network:
         cluster = RayCluster(network.hosts[:1], warm_ray)
-        cluster.join_in_another_time(network.hosts[1], "+90")
+        cluster.join_ahead(network.hosts[1], 90)
         found = examine(cluster, tmp_path)
     (text,) = found.told("clock", "problem")[ADDRESSES[1]]
     assert text == "the clock is 1 min 30 s ahead: signed requests expire", found.console
@@ -203,5 +200,7 @@ def test_an_interface_that_leads_nowhere(tmp_path: Path, warm_ray: dict[str, str
         cluster.join(network.hosts[1], "--node-ip-address", addresses[1])
         found = examine(cluster, tmp_path)
     assert found.status == 1
-    (text,) = found.told("ports", "problem")[addresses[1]]
-    assert text.startswith("the node does not answer: "), found.console
+    # Ray gives the host up before or after it is examined.
+    cut_off = f"{addresses[1]}: the node does not answer: 10.77.0.1 cannot connect to it ("
+    given_up = f"10.77.0.1 with 2 CPUs and 0 GPUs; {addresses[1]} (host second), which no longer answers Ray"
+    assert cut_off in found.console or given_up in found.console, found.console
