@@ -38,12 +38,12 @@ def diagnose(folder: str, nodes: Collection[str]) -> Diagnosis:
 
     Args:
         folder: the run's folder, which every node writes to.
-        nodes: addresses of the nodes that the run used; empty if it had none yet, for all.
+        nodes: addresses of the nodes that the run used.
     """
     known = {node["NodeManagerAddress"]: node for node in sorted(ray.nodes(), key=lambda node: node["Alive"])}
-    offers = [offer for offer in cluster.node_offers() if not nodes or offer.address in nodes]
+    offers = [offer for offer in cluster.node_offers() if offer.address in nodes]
     alive = {offer.address for offer in offers}
-    ways = probe_all({node: known[node]["NodeManagerPort"] for node in {*nodes, *alive} & set(known)})
+    ways = probe_all({node: known[node]["NodeManagerPort"] for node in set(nodes) & set(known)})
     here = ray.util.get_node_ip_address()
     cut_off = {node: way for node, way in ways.items() if node in alive and way.packet_bytes}
     findings = list(judge_links({here: cut_off}))
