@@ -6,11 +6,14 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hybridengine.errors import OutputError, UnreadableError
+
+T = TypeVar("T")
 
 
 def check_regular(path: str | Path) -> None:
@@ -76,3 +79,27 @@ def writing(path: Path) -> Iterator[None]:
             f"{path} cannot be written ({error.strerror or error}); make room, or mend the disk: what was written before"
             " is kept"
         ) from error
+
+
+def within(limit_s: float, function: Callable[..., T], *arguments: object) -> T:
+    """Return the result of a function; raise TimeoutError if it takes longer than `limit_s`.
+
+    It is called in a thread, which then stays behind: a file system that does not answer cannot be interrupted.
+    """
+    done = list[T | BaseException]()
+    has_ended = threading.Event()
+
+    def call() -> None:
+        try:
+            done.append(function(*arguments))
+        except BaseException as error:  # raised where it is waited for
+            done.append(error)
+        has_ended.set()
+
+    threading.Thread(target=call, name=getattr(function, "__name__", None), daemon=True).start()
+    if not has_ended.wait(limit_s):
+        raise TimeoutError(f"no answer within {limit_s:g} s")
+    (result,) = done
+    if isinstance(result, BaseException):
+        raise result
+    return result

@@ -7,7 +7,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -75,11 +74,11 @@ def run(options: argparse.Namespace) -> int:
 def _needs(config: RunConfig | None, folder: str | None) -> RunNeeds:
     """Return the needs of a run; without a configuration, its folder alone."""
     if config is None:
-        return RunNeeds(str(Path(folder or "runs").resolve()))
+        return RunNeeds(os.path.abspath(folder or "runs"))
     saved = checkpoint_bytes(config) if config.checkpoint.every else 0
     kept = config.checkpoint.keep + (2 if config.checkpoint.best else 1)
     return RunNeeds(
-        folder=str(Path(folder or config.run.folder).resolve()),
+        folder=os.path.abspath(folder or config.run.folder),
         device=config.cluster.device,
         pools={name: tuple(pool.ranks_per_node) for name, pool in config.pools.items()},
         budgets={on_gpus: budgets_of(config, on_gpus=on_gpus) for on_gpus in (False, True)},

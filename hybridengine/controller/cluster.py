@@ -46,6 +46,8 @@ class NodeOffer:
     num_gpus: int
     node_id: str = ""
     """Ray's node id."""
+    port: int = 0
+    """Port at which Ray listens there."""
 
     def num_ranks(self, cpus_per_rank: int, use_gpus: bool) -> int:
         """Return the number of ranks that fit on the node."""
@@ -149,7 +151,8 @@ def node_offers(*, free: bool = False) -> list[NodeOffer]:
     for node in _live_nodes():
         resources = available.get(node["NodeID"], {}) if free else node["Resources"]
         cpus, gpus = (int(resources.get(kind, 0)) for kind in ("CPU", "GPU"))
-        offers.append(NodeOffer(node["NodeManagerAddress"], cpus, gpus, node["NodeID"]))
+        place = node["NodeManagerAddress"], cpus, gpus, node["NodeID"], node["NodeManagerPort"]
+        offers.append(NodeOffer(*place))
     return sorted(offers, key=lambda offer: node_key(offer.address, offer.node_id))
 
 
@@ -174,8 +177,8 @@ def reserve(ranks_per_node: Sequence[int], cpus_per_rank: int, use_gpus: bool) -
         if time.monotonic() >= deadline:
             raise ConfigError(
                 f"ranks_per_node={list(ranks_per_node)} fits in the cluster, but was not free within"
-                f" {RESERVE_TIMEOUT_S:g} s (free now: {'; '.join(map(str, offers))}); close the other pools, or wait for"
-                " other jobs to end"
+                f" {RESERVE_TIMEOUT_S:g} s (free now: {_listing(offers)}); close the other pools, or wait for other jobs"
+                " to end"
             )
         time.sleep(RESERVE_POLL_S)
 
@@ -188,12 +191,23 @@ def capacity_problems(
     if choose_nodes(ranks_per_node, rooms) is not None:
         return []
     each = f"{cpus_per_rank} CPU" + (" and 1 GPU" if use_gpus else "")
-    listing = "; ".join(map(str, offers)) or "no live node"
     return [
         f"ranks_per_node={list(ranks_per_node)} needs {sum(ranks_per_node)} ranks on {len(ranks_per_node)} nodes"
-        f" ({each} each), but the cluster has room for {sorted(rooms, reverse=True)} ranks per node: {listing}; choose"
-        " smaller parallel sizes, or start the cluster with more nodes, CPUs or GPUs"
+        f" ({each} each), but the cluster has room for {sorted(rooms, reverse=True)} ranks per node:"
+        f" {_listing(offers)}; choose smaller parallel sizes, or start the cluster with more nodes, CPUs or GPUs"
     ]
+
+
+def _listing(offers: Sequence[NodeOffer]) -> str:
+    """Return the nodes as text, and those that Ray has lost."""
+    alive = {offer.address for offer in offers}
+    gone = {
+        node["NodeManagerAddress"]: node["NodeManagerHostname"]
+        for node in (ray.nodes() if ray.is_initialized() else [])
+        if not node["Alive"] and node["NodeManagerAddress"] not in alive
+    }
+    lost = [f"{address} (host {host}), which no longer answers Ray" for address, host in gone.items()]
+    return "; ".join([*map(str, offers), *lost]) or "no live node"
 
 
 def node_key(address: str, node_id: str) -> tuple[Any, ...]:

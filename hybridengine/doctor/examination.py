@@ -7,19 +7,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import ray
 import torch
 import torch.distributed as dist
-from ray.exceptions import GetTimeoutError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.exceptions import RayError
 
 from hybridengine.backends.vllm.environment import rank_environment
 from hybridengine.controller import cluster
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.doctor.findings import THIS_MACHINE, Finding, Subject, failure, fine, problem
+from hybridengine.doctor.findings import (
+    THIS_MACHINE,
+    Finding,
+    Level,
+    Subject,
+    failure,
+    fine,
+    problem,
+    warning,
+)
 from hybridengine.doctor.judging import (
     RunNeeds,
     judge_clocks,
@@ -27,26 +34,24 @@ from hybridengine.doctor.judging import (
     judge_devices,
     judge_folder,
     judge_memory,
-    judge_ports,
     judge_reads,
     judge_versions,
 )
+from hybridengine.doctor.judging_links import judge_links, judge_ports
+from hybridengine.doctor.links import LinkFacts, probe_all
 from hybridengine.doctor.node_facts import (
-    CONNECT_LIMIT_S,
     IMPORT_LIMIT_S,
     FolderFacts,
     NodeFacts,
-    NodePost,
     is_seen,
     lock_is_seen,
     locked_mark,
     made,
     node_facts,
-    open_port,
     try_folder,
-    unreachable,
     unreadable,
 )
+from hybridengine.doctor.posts import ASK_LIMIT_S, Posts, try_links
 from hybridengine.errors import ConfigError, HybridEngineError
 from hybridengine.formatting import format_bytes, format_seconds
 from hybridengine.rows.protocols import ONE_TO_ALL, RankContext, register
@@ -55,7 +60,6 @@ from hybridengine.topology.sizes import TrainSizes
 
 START_LIMIT_S = 120.0
 """Time limit for the first answer of a node's actor."""
-ASK_LIMIT_S = 60.0
 CLOCK_READINGS = 5
 REDUCED_BYTES = 64 * 2**20
 NUM_SUMS = 3
@@ -67,11 +71,13 @@ def examine_cluster(needs: RunNeeds, own: NodeFacts, say: Say) -> list[Finding]:
     """Examine every node of the connected cluster, of which this machine may be one, and a world of ranks on it."""
     offers = cluster.node_offers()
     use_gpus = needs.uses_gpus(any(one.num_gpus for one in offers))
-    findings = list[Finding]()
-    posts = Posts(offers)
     here = ray.get_runtime_context().get_node_id()
     own = replace(own, node=next((one.address for one in offers if one.node_id == here), own.node))
-    elsewhere = [one.address for one in offers if one.address != own.node]
+    ways = probe_all({one.address: one.port for one in offers if one.address != own.node})
+    cut_off = {node: way for node, way in ways.items() if way.error or way.packet_bytes}
+    findings = [*judge_links({own.node: cut_off}), *_without_answer(own.node, cut_off)]
+    posts = Posts([one for one in offers if one.address not in cut_off])
+    elsewhere = [node for node in ways if node not in cut_off]
     if elsewhere:
         say(f"asking {len(elsewhere)} other node(s); they import torch, Megatron-core and vLLM")
     answers = posts.ask_all(node_facts, of=elsewhere, limit_s=IMPORT_LIMIT_S + START_LIMIT_S)
@@ -93,17 +99,33 @@ def examine_cluster(needs: RunNeeds, own: NodeFacts, say: Say) -> list[Finding]:
     say("comparing clocks")
     findings += judge_clocks(clock_offsets(posts))
     if len(posts.nodes) > 1:
-        say("connecting nodes with each other")
-        limit_s = ASK_LIMIT_S + CONNECT_LIMIT_S * len(posts.nodes)
-        findings += judge_ports(posts.ask_all(unreachable, posts.ask_all(open_port), limit_s=limit_s))
+        say("connecting nodes with each other, and sending data from each to the next")
+        links = try_links(posts)
+        findings += [*judge_ports(links), *judge_links(links)]
     context = ray.init(ignore_reinit_error=True, logging_level=logging.ERROR)
     findings += judge_dashboard(getattr(context, "dashboard_url", None))
     findings += posts.failures
-    if not misfits:
+    if _are_cut_off(findings):
+        remedy = "see the problems above"
+        findings.append(
+            warning(Subject.LINKS, "no ranks were started: nodes do not reach each other", remedy)
+        )
+    elif not misfits:
         num_ranks = (1,) * len(computing) if len(computing) > 1 else (min(2, max(rooms.values())),)
         ranks_per_node = next(iter(needs.pools.values()), num_ranks)
         findings.append(_world_finding(needs, ranks_per_node, use_gpus, say))
     return findings
+
+
+def _without_answer(here: str, ways: Mapping[str, LinkFacts]) -> Iterator[Finding]:
+    """Yield findings on nodes of Ray that cannot be connected to from this one."""
+    remedy = (
+        "check the network to it, and start Ray there with an address that others reach (--node-ip-address)"
+    )
+    for node, way in ways.items():
+        if way.error:
+            text = f"the node does not answer: {here} cannot connect to it ({way.error})"
+            yield problem(Subject.PORTS, text, remedy, node)
 
 
 def ranks_on_nodes(
@@ -130,59 +152,6 @@ def ranks_on_nodes(
     return places, misfits
 
 
-class Posts:
-    """Actors (`NodePost`) on every node of the cluster, which end with this object."""
-
-    def __init__(self, offers: Sequence[cluster.NodeOffer]) -> None:
-        post_class = ray.remote(NodePost)
-        self._posts = dict[str, Any]()
-        self.failures: list[Finding] = []
-        """Findings for nodes that did not answer."""
-        for offer in offers:
-            where = NodeAffinitySchedulingStrategy(offer.node_id, soft=False)
-            options = post_class.options(num_cpus=0, scheduling_strategy=where)
-            self._posts[offer.address] = options.remote()
-
-    @property
-    def nodes(self) -> list[str]:
-        """Addresses of the nodes that still answer."""
-        return list(self._posts)
-
-    def ask_all(
-        self,
-        function: Callable[..., Any],
-        *arguments: Any,
-        of: Sequence[str] | None = None,
-        limit_s: float = ASK_LIMIT_S,
-    ) -> dict[str, Any]:
-        """Call a function on nodes (default: all); return the results. A node without an answer is not asked again."""
-        nodes = [node for node in self._posts if of is None or node in of]
-        if not nodes:
-            return {}
-        asked = {node: self._posts[node].call.remote(function, *arguments) for node in nodes}
-        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s)
-        answers = {}
-        for node, reference in asked.items():
-            try:
-                if reference not in ready:
-                    raise GetTimeoutError(f"no answer within {limit_s:g} s")
-                answers[node] = ray.get(reference, timeout=limit_s)
-            except RayError as error:
-                del self._posts[node]
-                self.failures.append(_unasked(node, error))
-        return answers
-
-
-def _unasked(node: str, error: Exception) -> Finding:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    for line in lines:
-        if "ModuleNotFoundError" in line or "ImportError" in line:
-            remedy = "install hybridengine there, in the environment that Ray was started from"
-            return problem(Subject.VERSIONS, f"the node cannot be examined: {line.strip()}", remedy, node)
-    remedy = "check whether its raylet still runs (`ray status`), and Ray's logs of that node"
-    return problem(Subject.PORTS, f"the node does not answer: {lines[0]}", remedy, node)
-
-
 def _folder_findings(posts: Posts, needs: RunNeeds) -> Iterator[Finding]:
     """Yield findings on whether all nodes and this machine see the same folder."""
     apart, locks = list[str](), dict[str, bool]()
@@ -196,6 +165,12 @@ def _folder_findings(posts: Posts, needs: RunNeeds) -> Iterator[Finding]:
                 apart = [node for node, is_there in posts.ask_all(is_seen, mark).items() if not is_there]
                 locks = {} if apart else posts.ask_all(lock_is_seen, mark)
     yield from judge_folder(needs, seen, apart, [node for node, is_locked in locks.items() if not is_locked])
+
+
+def _are_cut_off(findings: Sequence[Finding]) -> bool:
+    """Return True if nodes do not answer, or do not reach each other: ranks would wait for each other in vain."""
+    subjects = (Subject.PORTS, Subject.LINKS)
+    return any(found.level == Level.PROBLEM and found.subject in subjects for found in findings)
 
 
 def clock_offsets(posts: Posts) -> dict[str, tuple[float, float]]:

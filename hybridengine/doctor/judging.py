@@ -28,6 +28,8 @@ BUSY_SHARE = 0.1
 """Share of a GPU's memory above which another process is assumed to use the GPU."""
 SHARED_MEMORY_BYTES = 2**30
 """Least free space that Ray's object store and the libraries' shared memory need."""
+SLOW_FOLDER_BYTES_S, SLOW_FILE_S = 8 * 2**20, 2.0
+"""Rate of writing, and time for a file of one byte, beyond which a folder is slow."""
 CLOCK_WARNING_S = 0.1
 CLOCK_PROBLEM_S = 60.0
 
@@ -307,6 +309,15 @@ def judge_folder(
         seconds = format_seconds(needs.checkpoint_bytes / (rate * len(seen)))
         text += f"; a checkpoint ({format_bytes(needs.checkpoint_bytes)}) takes about {seconds}"
     yield fine(Subject.FILES, text)
+    remedy = "look for what else uses the file server and the network to it, or choose another run.folder"
+    for node, facts in seen.items():
+        if facts.small_s > SLOW_FILE_S or facts.write_s > TRIAL_BYTES / SLOW_FOLDER_BYTES_S:
+            rate = format_bytes(TRIAL_BYTES / facts.write_s)
+            text = (
+                f"{folder} is slow: a file of one byte takes {format_seconds(facts.small_s)},"
+                f" and data is written at {rate}/s"
+            )
+            yield warning(Subject.FILES, text, remedy, node)
 
 
 # ---- Clocks and ports ----
@@ -325,20 +336,6 @@ def judge_clocks(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding
     if offsets and max(certain.values()) <= CLOCK_WARNING_S:
         most = max(abs(offset) + doubt for offset, doubt in offsets.values())
         yield fine(Subject.CLOCK, f"clocks are within {format_seconds(most)} of the controller's")
-
-
-def judge_ports(unreachable: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
-    """Check that every node reaches every other one; `unreachable` has each node's reason for each that it does not."""
-    remedy = (
-        "open the ports that the system chooses (net.ipv4.ip_local_port_range) between the nodes, and have names"
-        " resolve to addresses that the others reach"
-    )
-    for node, reasons in unreachable.items():
-        for target, reason in reasons.items():
-            text = f"a port of {target} cannot be reached ({reason})"
-            yield problem(Subject.PORTS, text, remedy, node)
-    if unreachable and not any(unreachable.values()):
-        yield fine(Subject.PORTS, f"{len(unreachable)} nodes reach each other's ports")
 
 
 def judge_dashboard(address: str | None) -> Iterator[Finding]:

@@ -11,12 +11,11 @@ import json
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -25,12 +24,14 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 from hybridengine.doctor.findings import THIS_MACHINE
+from hybridengine.files import within
 
 IMPORT_LIMIT_S = 240.0
 """Time limit for importing torch, Megatron-core and vLLM with a cold file cache."""
 TRIAL_BYTES = 32 * 2**20
 """Bytes written to measure the speed of the run's folder."""
-CONNECT_LIMIT_S = 5.0
+FOLDER_LIMIT_S = 30.0
+"""Time limit for a file system to write the trial, or to show a file."""
 
 IMPORTED = ("torch", "megatron.core", "ray", "vllm", "transformers", "transformer_engine")
 ASK = """
@@ -98,7 +99,6 @@ def node_facts() -> NodeFacts:
     # Imported late, so that this module can be imported even if that one cannot.
     from hybridengine.machine import available_bytes, total_bytes
 
-    shared = Path("/dev/shm")
     return NodeFacts(
         python=platform.python_version(),
         packages=installed_packages(),
@@ -106,9 +106,15 @@ def node_facts() -> NodeFacts:
         num_cpus=len(os.sched_getaffinity(0)),
         available_bytes=available_bytes(),
         total_bytes=total_bytes(),
-        shared_memory_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
+        shared_memory_bytes=shared_memory_bytes(),
         **ask_libraries(IMPORTED),
     )
+
+
+def shared_memory_bytes() -> int | None:
+    """Return the free space in /dev/shm; None without it."""
+    shared = Path("/dev/shm")
+    return shutil.disk_usage(shared).free if shared.is_dir() else None
 
 
 def installed_packages() -> dict[str, str]:
@@ -148,20 +154,35 @@ class FolderFacts:
     free_bytes: int = 0
     write_s: float = 0.0
     """Seconds to write `TRIAL_BYTES` to disk."""
+    small_s: float = 0.0
+    """Seconds to create, write, sync and remove a file of one byte."""
 
 
 def try_folder(folder: str) -> FolderFacts:
-    """Write a file to a folder, sync it to disk and remove it."""
+    """Write files to a folder, sync them to disk and remove them."""
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
-            begin = time.perf_counter()
-            file.write(os.urandom(2**20) * (TRIAL_BYTES // 2**20))
-            file.flush()
-            os.fsync(file.fileno())
-            took = time.perf_counter() - begin
-        return FolderFacts(free_bytes=shutil.disk_usage(folder).free, write_s=took)
+        return within(FOLDER_LIMIT_S, _write_to, folder)
     except OSError as error:
-        return FolderFacts(error=f"{type(error).__name__}: {error.strerror or error}")
+        return FolderFacts(error=_reason(error))
+
+
+def _write_to(folder: str) -> FolderFacts:
+    begin = time.perf_counter()
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
+        file.write(b"1")
+        file.flush()
+        os.fsync(file.fileno())
+    small_s, begin = time.perf_counter() - begin, time.perf_counter()
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
+        file.write(os.urandom(2**20) * (TRIAL_BYTES // 2**20))
+        file.flush()
+        os.fsync(file.fileno())
+        took = time.perf_counter() - begin
+    return FolderFacts(free_bytes=shutil.disk_usage(folder).free, write_s=took, small_s=small_s)
+
+
+def _reason(error: OSError) -> str:
+    return f"{type(error).__name__}: {error.strerror or error}"
 
 
 def unreadable(paths: list[str]) -> dict[str, str]:
@@ -169,31 +190,41 @@ def unreadable(paths: list[str]) -> dict[str, str]:
     reasons = dict[str, str]()
     for path in paths:
         try:
-            if os.path.isdir(path):
-                os.listdir(path)
-            else:
-                with open(path, "rb") as file:
-                    file.read(1)
+            within(FOLDER_LIMIT_S, _read_from, path)
         except OSError as error:
             reasons[path] = error.strerror or str(error)
     return reasons
 
 
+def _read_from(path: str) -> None:
+    if os.path.isdir(path):
+        os.listdir(path)
+    else:
+        with open(path, "rb") as file:
+            file.read(1)
+
+
 @contextlib.contextmanager
 def made(folder: str) -> Iterator[str]:
     """Create a folder, and remove it on exit if it did not exist; yield the error, or "" on success."""
-    missing = [one for one in (Path(folder), *Path(folder).parents) if not one.exists()]
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        missing = within(FOLDER_LIMIT_S, _make, folder)
     except OSError as error:
-        yield f"{type(error).__name__}: {error.strerror}"
+        yield _reason(error)
         return
     try:
         yield ""
     finally:
         for one in missing:
             with contextlib.suppress(OSError):  # another process has added a file
-                one.rmdir()
+                within(FOLDER_LIMIT_S, one.rmdir)
+
+
+def _make(folder: str) -> list[Path]:
+    """Create a folder; return it and its parents as far as they did not exist."""
+    missing = [one for one in (Path(folder), *Path(folder).parents) if not one.exists()]
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return missing
 
 
 @contextlib.contextmanager
@@ -225,30 +256,3 @@ def lock_is_seen(mark: str) -> bool:
     except OSError:  # only the owner may write it, or the file system has no locks
         return False
     return False
-
-
-_listeners = list[socket.socket]()
-
-
-def open_port() -> int:
-    """Listen on an ephemeral port, as the store of a run does, until this process ends; return the port."""
-    _listeners.append(socket.create_server(("0.0.0.0", 0), backlog=4096))
-    return int(_listeners[-1].getsockname()[1])
-
-
-def unreachable(ports: Mapping[str, int]) -> dict[str, str]:
-    """Return the reason for each host to whose port no connection is possible."""
-    reasons = dict[str, str]()
-    for host, port in ports.items():
-        try:
-            socket.create_connection((host, port), timeout=CONNECT_LIMIT_S).close()
-        except OSError as error:
-            reasons[host] = f"{type(error).__name__}: {error.strerror or error}"
-    return reasons
-
-
-class NodePost:
-    """Ray actor that calls functions of this project or the standard library on a node."""
-
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return function(*arguments)

@@ -66,7 +66,7 @@ def _addresses_of(name: str) -> set[str]:
 def answering(secret: str) -> Iterator[int]:
     """Answer `secret` to every connection on any address of this node; yield the port."""
     greeting = secret.encode()
-    with _listener() as listener:
+    with listen_everywhere() as listener:
         thread = threading.Thread(target=_answer, args=(listener, greeting), daemon=True)
         thread.start()
         try:
@@ -77,7 +77,8 @@ def answering(secret: str) -> Iterator[int]:
             thread.join(CONNECT_LIMIT_S)
 
 
-def _listener() -> socket.socket:
+def listen_everywhere() -> socket.socket:
+    """Return a socket that listens on all addresses of this node, at a port that the system chooses."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=BACKLOG)

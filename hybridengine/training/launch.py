@@ -71,6 +71,7 @@ class RunPools:
         if config.rollout.cuda_graphs and not use_gpus:
             raise ConfigError("rollout.cuda_graphs=true needs GPUs, and the run has none; leave it false")
         self._use_gpus = use_gpus
+        self._addresses = {offer.address for offer in offers}
         self._rooms = [offer.num_ranks(1, use_gpus) for offer in offers]
         if len(config.pools) > 1 and config.num_ranks > sum(self._rooms):
             raise ConfigError(
@@ -95,6 +96,12 @@ class RunPools:
     def nodes(self) -> dict[str, tuple[str, ...]]:
         """Address of each rank's node, by pool, without engines that have ended."""
         return {name: pool.nodes for name, pool in self._pools.items() if not pool.is_closed}
+
+    @property
+    def used_nodes(self) -> list[str]:
+        """Addresses of the nodes on which the pools have started ranks, also if these have ended; else of all nodes."""
+        used = {node for pool in self._pools.values() for node in pool.nodes}
+        return sorted(used or self._addresses)
 
     def reserve(self) -> None:
         """Reserve nodes for all pools, in the order of the pools if they fit that way; idempotent."""

@@ -21,11 +21,12 @@ from hybridengine.config import RunConfig
 from hybridengine.config.run_config import ranks_key
 from hybridengine.config.sections import WarmupSection
 from hybridengine.controller.call_log import call_log
-from hybridengine.controller.failures import failure_signature, is_passing
+from hybridengine.controller.failures import failure_signature, is_passing, is_unforeseen
 from hybridengine.controller.json_logs import json_logs
 from hybridengine.controller.metrics import metrics_targets
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.datasets import DemonstrationDataset
+from hybridengine.doctor.diagnosis import Diagnosis, diagnose
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.errors import HybridEngineError, OutputError, WorkerError, raise_all
 from hybridengine.formatting import format_bytes
@@ -39,6 +40,7 @@ from hybridengine.report.trackers import Trackers, missing_trackers
 from hybridengine.rollouts.order import read_order
 from hybridengine.training.dry_run import cost_of, layout_lines
 from hybridengine.training.files import RunFiles, claim_run, keep_config, prepare_files
+from hybridengine.training.folder_watch import watched_folder
 from hybridengine.training.iterations import iterate
 from hybridengine.training.launch import RunPools
 from hybridengine.training.output import RunOutput, run_trackers, where_to_look
@@ -63,14 +65,8 @@ logger = logging.getLogger(__name__)
 
 def train(config: RunConfig) -> None:
     """Carry out a run, or the remaining steps of a resumed run, and print or log its progress."""
+    console, started = Console(), time.perf_counter()
     as_json = config.run.log_format == "json"
-    with json_logs(config.run.name) if as_json else contextlib.nullcontext():
-        _train(config, as_json)
-
-
-def _train(config: RunConfig, as_json: bool) -> None:
-    console = Console()
-    started = time.perf_counter()
 
     def say(text: str) -> None:
         if as_json:
@@ -79,8 +75,14 @@ def _train(config: RunConfig, as_json: bool) -> None:
         line = f"[{time.perf_counter() - started:6.1f}s] {without_secrets(text)}"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    raise_all([*local_problems(config), *missing_trackers(config.run.trackers)])
-    check_functions(config.algorithm)
+    with json_logs(config.run.name) if as_json else contextlib.nullcontext():
+        raise_all([*local_problems(config), *missing_trackers(config.run.trackers)])
+        check_functions(config.algorithm)
+        with watched_folder(config.run_folder, config.timeouts.save_s, say):
+            _train(config, console, say)
+
+
+def _train(config: RunConfig, console: Console, say: Callable[[str], None]) -> None:
     config, is_made_here = claim_run(config)
     say(f"run {as_typed(config.run_folder)}: {config.run.steps} steps of {config.rows_per_step} sequences")
     stop = StopRequest(saves=bool(config.checkpoint.every))
@@ -119,7 +121,7 @@ def _train(config: RunConfig, as_json: bool) -> None:
             f"stopped; {resume_command(config) if is_saved else 'nothing is saved, because checkpoint.every=0'}"
         )
         return
-    if not as_json:
+    if config.run.log_format != "json":
         console.print(summary_table(read_rows(config.run_folder)))
     say(where_to_look(as_typed(config.run_folder)))
 
@@ -152,16 +154,33 @@ class _Run:
             except (WorkerError, RayError) as error:
                 seen = f"{progress.step} {failure_signature(error)}"
                 most = self.config.faults.max_restarts
-                if self.stop.heard or not is_passing(error) or restarts >= most or seen == last:
+                failure, is_lasting = self._explained(error, pools)
+                in_vain = is_lasting or restarts >= most or seen == last
+                if self.stop.heard or not is_passing(error) or in_vain:
                     self._say_what_is_left(progress)
-                    raise
+                    if failure is error:
+                        raise
+                    raise failure from error
                 restarts, last = restarts + 1, seen
-                self.say(f"failed {self._place(progress)}: {error}")
+                self.say(f"failed {self._place(progress)}: {failure}")
                 self.say(f"starting the ranks again ({restarts} of at most {most} times)")
-                failure = error
             checkpoint = settle_checkpoints(self.config.run_folder, self.say) or first
             self.say(f"resuming after step {checkpoint.step if checkpoint else 0}")
             pools = self._pools_after(failure)
+
+    def _explained(self, error: Exception, pools: RunPools) -> tuple[Exception, bool]:
+        """Return an error of ranks on several nodes with what is wrong with these and the links between them, and whether
+        that makes it pointless to start the ranks again."""
+        nodes = pools.used_nodes
+        if self.stop.heard or not is_passing(error) or is_unforeseen(error) or len(nodes) == 1:
+            return error, False
+        self.say("examining the nodes, and the links between them")
+        try:
+            found = diagnose(str(self.config.run_folder), nodes)
+        except (HybridEngineError, RayError) as reason:  # the error itself is still reported
+            found = Diagnosis([f"the nodes could not be examined: {reason}"], False)
+        listing = "".join(f"\n  {one}" for one in found.texts)
+        return WorkerError(f"{error}\nfound on the nodes:{listing}") if listing else error, found.is_lasting
 
     def _say_what_is_left(self, progress: Progress) -> None:
         """Print where the run failed and how to resume it."""

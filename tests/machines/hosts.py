@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -67,7 +68,8 @@ class Command(subprocess.Popen[str]):
     """A command on a host; signals reach the command itself, not `nsenter`, which waits for it and ends as it does."""
 
     def send_signal(self, sig: int) -> None:
-        for pid in children(self.pid) or [self.pid]:
+        own = [self.pid] if sig == signal.SIGCONT else []  # `nsenter` stops with its command
+        for pid in own + children(self.pid) or [self.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, sig)
 

@@ -1,4 +1,4 @@
-"""Programs that tests of launches start on hosts: SLURM's and OpenSSH's.
+"""Programs that tests start on hosts: SLURM's, OpenSSH's and bindfs, a file system that can hang.
 
 python -m tests.machines.programs    installs them as root on Debian, or says what to install
 """
@@ -11,10 +11,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-PACKAGES = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "munged": "munge", "sshd": "openssh-server"}
+PACKAGES = {
+    "slurmctld": "slurm-wlm",
+    "slurmd": "slurm-wlm",
+    "munged": "munge",
+    "sshd": "openssh-server",
+    "bindfs": "bindfs",
+}
 """Debian's package of each program."""
 FOLDERS = ("/usr/sbin", "/sbin")
-MISSING = "tests of launches need {}: install what has them (Debian: `apt-get install {}`)"
+MISSING = "tests over several hosts need {}: install what has them (Debian: `apt-get install {}`)"
 
 
 def missing() -> list[str]:

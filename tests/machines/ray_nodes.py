@@ -14,6 +14,8 @@ from tests.warm_workers import warm_program
 
 COMMAND = str(Path(sys.executable).with_name("hybridengine"))
 PORT = 6379
+AHEAD = ROOT / "tests/machines/ahead"
+"""Folder in PYTHONPATH with which Python's clock is ahead."""
 START_RAY = """
 from tests.warm_workers import with_warm_workers
 with_warm_workers(None)
@@ -29,20 +31,38 @@ class RayCluster:
     """
 
     def __init__(
-        self, hosts: Sequence[Host], warm_ray: Mapping[str, str], num_cpus: int | Sequence[int] = 2
+        self,
+        hosts: Sequence[Host],
+        warm_ray: Mapping[str, str],
+        num_cpus: int = 2,
+        options: Sequence[object] = (),
     ) -> None:
-        """Start a node with `num_cpus` logical CPUs on each host, with workers that are forks of the warm process."""
+        """Start a node with `num_cpus` logical CPUs on each host, with workers that are forks of the warm process, and
+        with more `options` of `ray start`."""
         self.hosts, first = list(hosts), hosts[0].address
         self.address = f"[{first}]:{PORT}" if ":" in first else f"{first}:{PORT}"
         paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
         plain = {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": os.pathsep.join(paths)}
         self.variables: dict[str, str] = {**QUIET_RAY, **warm_ray, **plain}
-        cpus = [num_cpus] * len(hosts) if isinstance(num_cpus, int) else num_cpus
-        for host, count in zip(hosts, cpus, strict=True):
-            head = ["--head", "--port", PORT, "--include-dashboard", "false"]
-            where = head if host is hosts[0] else ["--address", self.address]
-            offer = ["--node-ip-address", host.address, "--num-cpus", count, "--num-gpus", 0]
-            host.run(sys.executable, "-c", START_RAY, "start", *where, *offer, env=self.variables)
+        self._num_cpus = num_cpus
+        for host in hosts:
+            self.join(host, *options)
+
+    def join(self, host: Host, *options: object, num_cpus: int | None = None, **variables: str) -> None:
+        """Start a node on a host, or start it again, with more options of `ray start` and environment variables."""
+        count = self._num_cpus if num_cpus is None else num_cpus
+        head = ["--head", "--port", PORT, "--include-dashboard", "false"]
+        where = head if host is self.hosts[0] else ["--address", self.address]
+        offer = ["--node-ip-address", host.address, "--num-cpus", count, "--num-gpus", 0, *options]
+        host.run(sys.executable, "-c", START_RAY, "start", *where, *offer, env=self.variables | variables)
+
+    def join_ahead(self, host: Host, seconds: float) -> None:
+        """Start a node on a host whose Python processes have a clock that is ahead; they come from no warm process."""
+        offer = ["--node-ip-address", host.address, "--num-cpus", self._num_cpus, "--num-gpus", 0]
+        cold = {name: value for name, value in self.variables.items() if name != "RAY_RUNTIME_ENV_HOOK"}
+        paths = os.pathsep.join([str(AHEAD), self.variables["PYTHONPATH"]])
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--address", self.address, *offer]
+        host.run(*command, env=cold | {"PYTHONPATH": paths, "AHEAD_S": str(seconds)})
 
     def run(
         self, *command: object, host: int = 0, limit_s: float = 300, check: bool = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,16 +15,14 @@ import pytest
 from hybridengine.cli.main import main
 from hybridengine.doctor import examination
 from hybridengine.doctor import node_facts as facts_module
+from hybridengine.doctor.links import LinkFacts, open_port, probe_all, reach
 from hybridengine.doctor.node_facts import (
-    NodePost,
     ask_libraries,
     is_seen,
     lock_is_seen,
     locked_mark,
     made,
-    open_port,
     try_folder,
-    unreachable,
     unreadable,
 )
 
@@ -96,13 +95,31 @@ def refusing() -> Iterator[int]:
         yield silent.getsockname()[1]
 
 
-def test_posts_reach_each_other() -> None:
-    one, other = NodePost(), NodePost()
-    assert one.call(unreachable, {"127.0.0.1": other.call(open_port)}) == {}
+def test_ports_that_are_reached_and_those_that_are_not() -> None:
+    """A node is called by any address."""
+    port = open_port()
+    assert reach({"127.0.0.1": port, "::1": port}) == {"127.0.0.1": LinkFacts(), "::1": LinkFacts()}
     with refusing() as silent:
-        assert unreachable({"127.0.0.1": silent}) == {
-            "127.0.0.1": "ConnectionRefusedError: Connection refused"
+        assert reach({"127.0.0.1": silent}, ["127.0.0.1"]) == {
+            "127.0.0.1": LinkFacts(error="ConnectionRefusedError: Connection refused")
         }
+
+
+def test_a_port_whose_server_hangs_up_is_reached() -> None:
+    """As Ray's does when it is sent what it does not understand."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hang_up() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                connection.recv(10)
+                connection.close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        assert probe_all({"127.0.0.1": server.getsockname()[1]}) == {"127.0.0.1": LinkFacts()}
 
 
 def test_the_command_needs_none_of_the_libraries_that_it_examines() -> None:

@@ -18,10 +18,11 @@ from hybridengine.doctor.judging import (
     judge_devices,
     judge_folder,
     judge_memory,
-    judge_ports,
     judge_reads,
     judge_versions,
 )
+from hybridengine.doctor.judging_links import judge_links, judge_ports
+from hybridengine.doctor.links import LinkFacts
 from hybridengine.doctor.node_facts import TRIAL_BYTES, FolderFacts, Gpu, NodeFacts, installed_packages
 from hybridengine.planning.budget import Budget
 
@@ -222,6 +223,21 @@ def test_how_long_a_checkpoint_takes() -> None:
     assert found.text.endswith("; a checkpoint (20.0 GiB) takes about 10.0 s")
 
 
+def test_a_slow_folder() -> None:
+    """Three nodes: one is as slow as it may be, one takes long for small files, and one writes 4 MiB/s."""
+    seen = {
+        "a": replace(FOLDER, small_s=2.0, write_s=4.0),
+        "b": replace(FOLDER, small_s=2.5),
+        "c": replace(FOLDER, small_s=0.01, write_s=TRIAL_BYTES / 2**22),
+    }
+    found = [one for one in judge_folder(RunNeeds("/runs"), seen) if one.level != Level.OK]
+    assert [one.nodes for one in found] == [("b",), ("c",)]
+    assert told(found) == [
+        "warning: /runs is slow: a file of one byte takes 2.50 s, and data is written at 1.0 GiB/s",
+        "warning: /runs is slow: a file of one byte takes 10 ms, and data is written at 4.0 MiB/s",
+    ]
+
+
 def budget(pool: str, rank: int, **phases: int) -> Budget:
     return Budget(pool, rank, phases, 2 * GIB, 0, {"switch": "do one, do two, do three"}.__getitem__)
 
@@ -286,10 +302,39 @@ def test_clocks(offset: float, doubt: float, expected: list[str]) -> None:
 
 
 def test_ports() -> None:
-    assert told(judge_ports({"a": {}, "b": {}, "c": {}})) == []
-    (found,) = judge_ports({"a": {}, "b": {"c": "ConnectionRefusedError: Connection refused"}, "c": {}})
+    assert told(judge_ports({"a": {"b": LinkFacts()}, "b": {}, "c": {}})) == []
+    refused = LinkFacts(error="ConnectionRefusedError: Connection refused")
+    (found,) = judge_ports({"a": {"b": LinkFacts()}, "b": {"a": LinkFacts(), "c": refused}, "c": {}})
     assert (found.level, found.nodes) == (Level.PROBLEM, ("b",))
     assert found.text == "a port of c cannot be reached (ConnectionRefusedError: Connection refused)"
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (LinkFacts(bytes_s=1e9), []),
+        (LinkFacts(bytes_s=2.6e8, lost_share=0.004), []),
+        (
+            LinkFacts(bytes_s=2.4e8, round_trip_s=0.0021),
+            [
+                "warning: data goes to b at 1.92 Gbit/s, with 2 ms there and back; the fastest link has 8.00 Gbit/s"
+            ],
+        ),
+        (
+            LinkFacts(bytes_s=1e9, lost_share=0.0123),
+            ["warning: 1.2% of the packets to b are lost: collectives wait for them"],
+        ),
+        (
+            LinkFacts(packet_bytes=9000, passes_small=True),
+            ["problem: packets of 9000 bytes to b are lost, and small ones arrive: ranks would hang"],
+        ),
+        (LinkFacts(packet_bytes=9000), ["problem: b accepts connections, and no data arrives there"]),
+    ],
+)
+def test_links(facts: LinkFacts, expected: list[str]) -> None:
+    found = list(judge_links({"a": {"b": facts, "c": LinkFacts()}, "b": {"a": LinkFacts(bytes_s=1e9)}}))
+    assert told(found) == expected
+    assert {node for one in found if one.level != Level.OK for node in one.nodes} <= {"a"}
 
 
 @pytest.mark.parametrize(

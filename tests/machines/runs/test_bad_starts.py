@@ -87,7 +87,9 @@ def test_a_firewall_between_the_hosts_of_ranks(shared: Path, warm_ray: dict[str,
     """Both reach the head node, which has no ranks of the run."""
     names = ["head", "first", "second"]
     with joined_hosts(names, shared=[shared, warm_folder(warm_ray)]) as network:
-        cluster = RayCluster(network.hosts, warm_ray, num_cpus=[0, 2, 2])
+        cluster = RayCluster(network.hosts[:1], warm_ray, num_cpus=0)
+        for host in network.hosts[1:]:
+            cluster.join(host, num_cpus=2)
         network.block(("first", "second"))
         where = (f"cluster.address={cluster.address}", RANKS, f"run.folder={shared}", "timeouts.start_s=120")
         done = cluster.run(
