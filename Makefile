@@ -64,7 +64,7 @@ train: install ## the main job: PPO on arithmetic (CONFIG=configs/NAME.yaml for 
 .PHONY: test
 test: install $(if $(strip $(ARGS)),$(if $(findstring tests/unit,$(ARGS)),browser),browser) ## all tests (ARGS="tests/unit -x" for some of them)
 ifeq ($(strip $(ARGS)),)
-	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --no-loadscope-reorder --ignore tests/gpu --ignore tests/clients --ignore tests/verl --ignore tests/machines/runs tests
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --no-loadscope-reorder --ignore tests/gpu --ignore tests/clients --ignore tests/verl --ignore tests/machines/runs --ignore tests/machines/faulty tests
 else
 	$(VENV)/bin/python -m pytest $(ARGS)
 endif
@@ -76,7 +76,7 @@ gpu-test: install ## what one GPU of 80 GB shows in ten minutes (docs/how-to/gpu
 # Those of tests/machines itself are part of `make test`.
 .PHONY: test-machines
 test-machines: install schedulers $(CLIENTS_STAMP) ## runs and launches over several hosts, made on this machine (Linux, as root)
-	$(VENV)/bin/python -m pytest $(if $(strip $(ARGS)),$(ARGS),tests/machines/runs)
+	$(VENV)/bin/python -m pytest $(if $(strip $(ARGS)),$(ARGS),tests/machines/runs tests/machines/faulty)
 
 # They take minutes, and have an environment of their own for the clients, which know nothing of this project.
 .PHONY: test-clients
