@@ -135,6 +135,11 @@ def _lora(config: RunConfig, shape: ModelShape, dry_run: bool) -> Iterator[Confl
             " leave it out",
             ("actor.lora.modules",),
         )
+    if actor.lora.path is not None and config.warmup is not None:
+        yield Conflict(
+            f"actor.lora.path={actor.lora.path} has adapters of weights that warmup would change; leave one of them out",
+            ("actor.lora.path", "warmup.steps"),
+        )
     if actor.lora.path is not None and not dry_run:
         for problem in adapter_problems(actor.lora.path):
             yield Conflict(f"actor.lora.path: {problem}", ("actor.lora.path",))

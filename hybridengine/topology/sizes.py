@@ -44,8 +44,10 @@ class Sizes:
         for field in fields(self):
             size = getattr(self, field.name)
             if type(size) is not int or size < 1:  # bool is a subclass of int
+                letter = self.named.get(field.name)
+                remedy = "at least 1" if letter else f"at least 1 for each of {self.form}"
                 raise TopologyError(
-                    f"{field.name}={size!r} must be a positive integer; choose at least 1 for each of {self.form}"
+                    f"{letter or field.name}={size!r} must be a positive integer; choose {remedy}"
                 )
         if self.num_ranks > MAX_RANKS:
             raise TopologyError(

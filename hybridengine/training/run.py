@@ -16,8 +16,9 @@ from rich.console import Console
 
 from hybridengine.checkpoints.folders import Checkpoint, checkpoints_in
 from hybridengine.checkpoints.making import name_written, settle_checkpoints
+from hybridengine.checkpoints.peft_files import PeftFolder
 from hybridengine.checkpoints.run_lock import run_lock
-from hybridengine.config import RunConfig
+from hybridengine.config import RunConfig, model_shape
 from hybridengine.config.run_config import ranks_key
 from hybridengine.config.sections import WarmupSection
 from hybridengine.controller.call_log import call_log
@@ -99,6 +100,8 @@ def _train(config: RunConfig, console: Console, say: Callable[[str], None]) -> N
             config, checkpoint = checkpoint_of(config, kept.get("resume"), say)
             check_final(config, checkpoint, say)
             files = prepare_files(config)
+            if checkpoint is None and config.actor.lora.path is not None:
+                PeftFolder(Path(config.actor.lora.path), model_shape(config))  # refused before ranks start
             if checkpoint is not None:
                 check_models(config, checkpoint)
                 check_responses(config, checkpoint, files.prompts)

@@ -137,6 +137,14 @@ def test_wrong_settings_are_refused(overrides: list[str], expected: str, from_ch
     assert problems[0].startswith(expected)
 
 
+def test_adapters_are_of_weights_that_no_warmup_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    (problem,) = problems_of(Path("configs/lora.yaml"), "actor.lora.path=adapters", dry_run=True)
+    assert problem == (
+        "actor.lora.path=adapters has adapters of weights that warmup would change; leave one of them out"
+    )
+
+
 def test_the_reference_has_no_pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     pool = "cluster.pools={other: {roles: [reference], ranks_per_node: [1]}}"

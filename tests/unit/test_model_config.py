@@ -209,6 +209,14 @@ BAD = {
         {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": "false"},
         '^norm_topk_prob="false" must be true or false',
     ),
+    "windows by layer of a Mistral": (
+        {
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": 4,
+            "layer_types": ["full_attention", "full_attention"],
+        },
+        "^layer_types with sliding_window=4 are not supported; leave layer_types out if all layers have the window",
+    ),
     "one active expert, normalized": (
         {"architectures": ["MixtralForCausalLM"], "sliding_window": None, "num_experts_per_tok": 1},
         "^num_experts_per_tok=1 with weights that add up to 1 is not supported, because Megatron-core weights a",

@@ -214,7 +214,7 @@ def test_a_further_axis_is_in_sizes_and_messages() -> None:
         grid.coordinate(8)
     with pytest.raises(TopologyError, match=r"^axis 'ep' does not exist; axes are pp, dp, cp and tp$"):
         grid.groups("ep")
-    with pytest.raises(TopologyError, match=r"^cp_size=0 must be a positive integer"):
+    with pytest.raises(TopologyError, match=r"^c=0 must be a positive integer; choose at least 1$"):
         TrainSizes(1, 1, 1, 0)
     with pytest.raises(TopologyError, match=r"^p·t·d·c = 2097152 ranks must be at most 1048576"):
         TrainSizes(1, 1, 2**20, 2)
@@ -222,7 +222,7 @@ def test_a_further_axis_is_in_sizes_and_messages() -> None:
         TopologyError, match=r"^v=2 virtual stages need pipeline stages, and p=1; choose p of at least 2"
     ):
         TrainSizes.parse("1-2-1 v=2")
-    with pytest.raises(TopologyError, match=r"^virtual_stages=0 must be a positive integer"):
+    with pytest.raises(TopologyError, match=r"^v=0 must be a positive integer"):
         TrainSizes.parse("2-2-1 v=0")
     assert Grid(TrainSizes(2, 2, 1, virtual_stages=4)).axes == {"tp": 2, "pp": 2, "dp": 1}
     engines = GenerationGrid(grid, GenSizes(1, 1))  # each engine repeats the ranks of one (dp, cp) replica
