@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,8 @@ CONNECT_LIMIT_S, RESERVE_TIMEOUT_S, RESERVE_POLL_S = 10.0, 60.0, 0.2
 """Time limit for nodes that another job or a recently closed pool still holds, and polling interval."""
 PIN_TIMEOUT_S = 5.0
 """Time limit for reserving nodes that appeared free."""
+MOST_CONNECTING = 32
+"""Number of nodes that are asked at the same time whether they answer."""
 NODE_LABEL = "ray.io/node-id"
 
 
@@ -164,7 +167,7 @@ def reserve(ranks_per_node: Sequence[int], cpus_per_rank: int, use_gpus: bool) -
     deadline = time.monotonic() + RESERVE_TIMEOUT_S
     while True:
         offers = node_offers(free=True)
-        nodes = choose_nodes(ranks_per_node, [offer.num_ranks(cpus_per_rank, use_gpus) for offer in offers])
+        nodes = _choose_answering(ranks_per_node, offers, cpus_per_rank, use_gpus)
         if nodes is not None:
             placement = placement_group(
                 bundles,  # pyright: ignore[reportArgumentType]
@@ -181,6 +184,36 @@ def reserve(ranks_per_node: Sequence[int], cpus_per_rank: int, use_gpus: bool) -
                 " to end"
             )
         time.sleep(RESERVE_POLL_S)
+
+
+def _choose_answering(
+    ranks_per_node: Sequence[int], offers: Sequence[NodeOffer], cpus_per_rank: int, use_gpus: bool
+) -> list[int] | None:
+    """Return the first nodes with enough room, those that answer if there are enough of them; None without room.
+
+    Ray knows for a minute nothing of a host that has disappeared, and a placement there keeps the other nodes' CPUs.
+    """
+    rooms = [offer.num_ranks(cpus_per_rank, use_gpus) for offer in offers]
+    left = list(rooms)
+    while (nodes := choose_nodes(ranks_per_node, left)) is not None:
+        with ThreadPoolExecutor(MOST_CONNECTING) as threads:
+            answers = list(threads.map(_answers, [offers[node] for node in nodes]))
+        if all(answers):
+            return list(nodes)
+        for node, is_there in zip(nodes, answers, strict=True):
+            left[node] = left[node] if is_there else 0
+    nodes = choose_nodes(ranks_per_node, rooms)
+    return None if nodes is None else list(nodes)
+
+
+def _answers(offer: NodeOffer) -> bool:
+    """True if Ray's port of a node can be reached, or is not known."""
+    try:
+        if offer.port:
+            socket.create_connection((offer.address, offer.port), timeout=PIN_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def capacity_problems(
