@@ -35,8 +35,10 @@ CONNECT_LIMIT_S, RESERVE_TIMEOUT_S, RESERVE_POLL_S = 10.0, 60.0, 0.2
 """Time limit for nodes that another job or a recently closed pool still holds, and polling interval."""
 PIN_TIMEOUT_S = 5.0
 """Time limit for reserving nodes that appeared free."""
+TRY_LIMIT_S = 5.0
+"""Time limit for trying whether a port can be reached."""
 MOST_CONNECTING = 32
-"""Number of nodes that are asked at the same time whether they answer."""
+"""Number of connections that a process tries at the same time."""
 NODE_LABEL = "ray.io/node-id"
 
 
@@ -206,14 +208,18 @@ def _choose_answering(
     return None if nodes is None else list(nodes)
 
 
+def connection_error(address: str, port: int) -> str:
+    """Return the reason why no connection to a port is possible; empty if one is."""
+    try:
+        socket.create_connection((address, port), timeout=TRY_LIMIT_S).close()
+    except OSError as error:
+        return f"{type(error).__name__}: {error.strerror or error}"
+    return ""
+
+
 def _answers(offer: NodeOffer) -> bool:
     """True if Ray's port of a node can be reached, or is not known."""
-    try:
-        if offer.port:
-            socket.create_connection((offer.address, offer.port), timeout=PIN_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
+    return not offer.port or not connection_error(offer.address, offer.port)
 
 
 def capacity_problems(

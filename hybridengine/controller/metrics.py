@@ -48,7 +48,7 @@ def full_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank has done in a call."""
+    """A rank's work in a call."""
 
     role: str
     method: str
@@ -171,7 +171,7 @@ def targets_file(run_folder: Path) -> Path:
 
 @contextlib.contextmanager
 def metrics_targets(run_folder: Path) -> Iterator[None]:
-    """Keep the addresses to scrape in `targets_file` while the run goes on; no file if there are none."""
+    """Keep the addresses to scrape in `targets_file` during the run; no file if there are none."""
     path, addresses = targets_file(run_folder), export_addresses()
     if addresses:
         partial = path.with_suffix(".partial")

@@ -93,7 +93,7 @@ class RankProcess:
         self.rank, self.cost = rank, dict[str, Any]()
         """Fields of the present call's `Outcome`."""
         self.work: Work | None = None
-        """What the present call has done, once it is a call of a role and has succeeded."""
+        """Work of the present call; None until a call of a role has succeeded."""
         self.metrics: RankMetrics | None = None
         self._run_name, self._pool = run, pool
         self._json, self._logs = json_logs, JsonLogs(run, "pool", rank)

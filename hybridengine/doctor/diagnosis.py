@@ -25,7 +25,7 @@ FULL_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong with the nodes of a run and the links between them."""
+    """Faults of a run's nodes and of the links between them."""
 
     texts: list[str]
     """A text for each fault, with node, host and remedy."""

@@ -15,16 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hybridengine.controller.cluster import MOST_CONNECTING, TRY_LIMIT_S, connection_error
 from hybridengine.launch.addresses import listen_everywhere
 
-CONNECT_LIMIT_S = 5.0
 TRIAL_LIMIT_S = 4.0
 """Time limit for sending the trial, after which what has arrived is counted."""
 TRIAL_BYTES = 64 * 2**20
 SMALL_SEGMENT_BYTES = 500
 """TCP payload that any network for IPv4 lets pass."""
-NUM_CONNECTING = 32
-"""Number of connections that a node tries at the same time."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class LinkFacts:
 
 
 class _TcpInfo(NamedTuple):
-    """What the kernel knows about a connection: fields of struct tcp_info in linux/tcp.h (4.6 and later)."""
+    """The kernel's figures of a connection: fields of struct tcp_info in linux/tcp.h (4.6 and later)."""
 
     packet_bytes: int
     """Size of the largest packets, IP's headers included."""
@@ -89,8 +87,8 @@ def _discard(connection: socket.socket) -> None:
 
 def reach(ports: Mapping[str, int], measured: Collection[str] = ()) -> dict[str, LinkFacts]:
     """Return the facts about the ways from this node to ports of others, by address; data is sent to those `measured`."""
-    with ThreadPoolExecutor(NUM_CONNECTING) as threads:
-        errors = threads.map(lambda host: _connection_error(host, ports[host]), ports)
+    with ThreadPoolExecutor(MOST_CONNECTING) as threads:
+        errors = threads.map(lambda host: connection_error(host, ports[host]), ports)
     found = {host: LinkFacts(error=error) for host, error in zip(ports, errors, strict=True)}
     for host in measured:  # one after the other: each gets all of the link
         if not found[host].error:
@@ -99,22 +97,14 @@ def reach(ports: Mapping[str, int], measured: Collection[str] = ()) -> dict[str,
     return found
 
 
-def _connection_error(host: str, port: int) -> str:
-    try:
-        socket.create_connection((host, port), timeout=CONNECT_LIMIT_S).close()
-    except OSError as error:
-        return f"{type(error).__name__}: {error.strerror or error}"
-    return ""
-
-
 def probe_all(ports: Mapping[str, int]) -> dict[str, LinkFacts]:
     """Return the facts, without figures, about the ways from this node to ports of others, whatever listens there."""
-    with ThreadPoolExecutor(NUM_CONNECTING) as threads:
+    with ThreadPoolExecutor(MOST_CONNECTING) as threads:
         return dict(zip(ports, threads.map(_probe, ports, ports.values()), strict=True))
 
 
 def _probe(host: str, port: int) -> LinkFacts:
-    if error := _connection_error(host, port):
+    if error := connection_error(host, port):
         return LinkFacts(error=error)
     try:
         found = measure(host, port)
@@ -146,7 +136,7 @@ def _send(host: str, port: int, segment_bytes: int | None = None) -> tuple[_TcpI
     with socket.socket(family, socket.SOCK_STREAM) as connection:
         if segment_bytes is not None:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment_bytes)
-        connection.settimeout(CONNECT_LIMIT_S)
+        connection.settimeout(TRY_LIMIT_S)
         connection.connect((host, port))
         begin = time.monotonic()
         connection.settimeout(TRIAL_LIMIT_S / 40)  # the limit is looked at in between

@@ -9,9 +9,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hybridengine.controller.cluster import NodeOffer
+from hybridengine.controller.cluster import TRY_LIMIT_S, NodeOffer
 from hybridengine.doctor.findings import Finding, Subject, problem
-from hybridengine.doctor.links import CONNECT_LIMIT_S, LinkFacts, next_nodes, open_port, reach
+from hybridengine.doctor.links import LinkFacts, next_nodes, open_port, reach
 
 ASK_LIMIT_S = 60.0
 
@@ -73,7 +73,7 @@ class Posts:
 
 def try_links(posts: Posts) -> dict[str, dict[str, LinkFacts]]:
     """Return the facts about the links from each node, by address: to all others, with figures to the next one."""
-    limit_s = ASK_LIMIT_S + CONNECT_LIMIT_S * len(posts.nodes)
+    limit_s = ASK_LIMIT_S + TRY_LIMIT_S * len(posts.nodes)
     ports = posts.ask_all(open_port)
     return posts.ask_all(reach, ports, each=next_nodes(list(ports)), of=list(ports), limit_s=limit_s)
 

@@ -1,4 +1,4 @@
-"""What the nodes of a run's ranks must have in common, asked of the ranks once they have started."""
+"""Requirements that all nodes of a run share, checked by asking its ranks once they have started."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hybridengine.doctor.node_facts import (
 
 @dataclass(frozen=True)
 class View:
-    """What a rank sees on its node."""
+    """A rank's view of its node."""
 
     python: str
     packages: Mapping[str, str]
