@@ -1,12 +1,6 @@
-"""Processes of a reward function on a rank: the function's own process, and a guard above it that ends it.
+"""A reward function in its own process: loaded, called and checked there (`guarded/guard.py` runs it).
 
-    rank  -- lifeline -->  guard  -- fork -->  function, in a process group of its own
-
-The guard ends the function and its process group when the lifeline is cut, by the rank or by the rank's death, and when
-the function's process ends by itself. It needs no cooperation of the function, which may be deep in C code. Both work in
-a temporary folder that the rank creates and the guard removes. Rank and function exchange lines of JSON, so that reading
-them executes no code. Only the standard library is imported, so that a start takes little more than the function's own
-imports.
+Rank and function exchange lines of JSON, so that reading them executes no code. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -17,31 +11,25 @@ import importlib
 import inspect
 import io
 import json
-import os
 import reprlib
-import resource
-import shutil
-import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from hybridengine import importing
 from hybridengine.errors import ConfigError, DataError
+from hybridengine.guarded import guard
+from hybridengine.guarded.guard import limit_memory
 
 LARGEST_SCORE = 3.4028234663852886e38
 """Largest score: scores are stored as float32."""
 MAX_TEXT = 6000
 """Characters of a traceback that are sent, from its beginning and end."""
-SIGNAL_EXIT_CODE = 128
-"""The guard's exit code is the function's; for a signal n it is this + n, as in a shell."""
-
-LEADING_FILES = (__file__, importing.__file__, importlib.__file__, "<frozen importlib")
+LEADING_FILES = (__file__, guard.__file__, importing.__file__, importlib.__file__, "<frozen importlib")
 """Files with the frames between this module and the function or its module."""
 
 Columns = Mapping[str, Sequence[Any]]
@@ -51,58 +39,6 @@ Reply = tuple[str, str, int | None, str]
 
 class WrongScores(Exception):
     """The function did not return one number per row."""
-
-
-def main(channel: int) -> None:
-    """Run as a guard with a function, which answers requests on `channel`, as its child; never returns."""
-    os.set_inheritable(channel, False)
-    folder = os.getcwd()
-    # If the parent ignores it, this process does too, and the function's exit code would be lost.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    pid = os.fork()  # before any thread starts
-    if pid == 0:
-        _run(channel)
-    os.close(channel)
-    exit_code = _guard(pid)
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(exit_code)
-
-
-def _guard(pid: int) -> int:
-    """Return the exit code of the process `pid`, which is ended with its group when the lifeline is cut."""
-    with contextlib.suppress(OSError):  # the process does it as well: the first one wins
-        os.setpgid(pid, pid)
-
-    def end() -> None:
-        with contextlib.suppress(OSError):
-            os.killpg(pid, signal.SIGKILL)
-
-    def await_cut() -> None:
-        os.read(0, 1)
-        end()
-
-    threading.Thread(target=await_cut, daemon=True).start()
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    end()  # end what the function has started; the process is not reaped yet, so its pid is not reused
-    _, status = os.waitpid(pid, 0)
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else SIGNAL_EXIT_CODE - code
-
-
-def _run(channel: int) -> NoReturn:
-    """Run the function's process: outside the guard's group, without its lifeline, first to be killed on low memory."""
-    try:
-        os.setpgid(0, 0)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nothing, 0)
-        os.close(nothing)
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
-        serve(socket.socket(fileno=channel))
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
 
 
 def serve(channel: socket.socket) -> None:
@@ -213,9 +149,7 @@ def _load(
 ) -> tuple[tuple, Callable[..., Any] | None, list[str]]:
     """Load a function; return the reply, the function and the columns that it takes."""
     try:
-        if memory_bytes is not None:
-            _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-            resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, hard))
+        limit_memory(memory_bytes)
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=True)
         function = load_reward_function(path, key)

@@ -1,42 +1,20 @@
-"""A reward function in a separate process: limited in time, restarted after a hang or crash, and ended with this process.
-
-The function inherits the environment, without the variables that make a process a rank of this world, a Ray worker or a
-GPU user, and the module search path. Its working directory is a temporary folder. Its output goes to this process's
-stderr. Torch, Ray and Megatron are not loaded unless the function imports them.
-"""
+"""A reward function in a process of its own: limited in time, and restarted after a hang or crash."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import shutil
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hybridengine.data import reward_child
 from hybridengine.errors import DataError
-from hybridengine.temporary import make_folder
+from hybridengine.guarded.process import GuardedProcess
 
-BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]);"
-    " from hybridengine.data.reward_child import main; main(int(sys.argv[1]))"
-)
-
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-
+SERVER = "hybridengine.data.reward_child:serve"
 STACKS_S = 1.0
 """Time after the limit during which a function that does not return writes its stacks to stderr."""
-ENDING_S = 5.0
-"""Time limit for a process to end after closing its connection."""
-END_TIMEOUT_S = 10.0
 REPLY_BYTES = 2**20
 """Longest reply apart from scores; the function's process shortens its texts to less."""
 SCORE_BYTES = 32
@@ -75,10 +53,8 @@ class RewardProcess:
         self.path, self.key, self.timeout_s = path, key, timeout_s
         self._offered = tuple(offered)
         self._start_timeout_s, self._memory_bytes = start_timeout_s, memory_bytes
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: GuardedProcess | None = None
         self._columns: tuple[str, ...] = ()
-        self._group: int | None = None
-        """Process group of the function, once it is loaded."""
 
     def start(self) -> tuple[str, ...]:
         """Start the process if necessary; return the columns that each call must give.
@@ -87,7 +63,7 @@ class RewardProcess:
         """
         if self._process is not None:
             return self._columns
-        self._open()
+        self._process = GuardedProcess(SERVER, self.path, "reward")
         load = ("load", self.key, self.path, self._offered, self._memory_bytes)
         kind, *content = self._exchange(load, self._start_timeout_s)
         if kind != "loaded":
@@ -100,8 +76,7 @@ class RewardProcess:
                 text = f"{self.key}={self.path}, while it was loaded: {text}; {remedy}"
             raise DataError(f"{text}\n{trace}".rstrip())
         self._columns = ("responses", "answers", *content[0])
-        assert self._process is not None, "it has just answered"
-        self._group = _only_child(self._process.pid)
+        self._process.note_group()
         return self._columns
 
     def call(self, columns: Mapping[str, Sequence[Any]], rows: Sequence[int] | None = None) -> list[float]:
@@ -135,51 +110,19 @@ class RewardProcess:
     def close(self) -> None:
         """End the process and its descendants; a later call starts a new one."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdin is not None, "it is a pipe"
-        with contextlib.suppress(BrokenPipeError):
-            # A byte, since closing has no effect while a fork of this process holds the other end.
-            os.write(process.stdin.fileno(), b".")
-        process.stdin.close()
-        try:
-            code = process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            code = process.wait()
-        if code < 0:  # the guard was killed, and can no longer end the function
-            if self._group is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._group, signal.SIGKILL)
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._group = None
-        self._channel.close()
-
-    def _open(self) -> None:
-        """Start the guard, which starts the function's process."""
-        self._channel, theirs = socket.socketpair()
-        self._folder = make_folder("reward")
-        with theirs:
-            places = json.dumps([os.path.abspath(place) for place in sys.path])
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", BOOTSTRAP, str(theirs.fileno()), places, self.path],
-                stdin=subprocess.PIPE,  # the lifeline: nothing is written to it before the end
-                stdout=2,
-                stderr=2,
-                pass_fds=(theirs.fileno(),),
-                env=child_environment(os.environ),
-                cwd=self._folder,
-                start_new_session=True,
-            )
+        if process is not None:
+            process.close()
 
     def _exchange(self, request: tuple, timeout_s: float, num_rows: int = 0) -> Sequence[Any]:
         """Send a request and return the validated reply; without one, end the process and return why there is none."""
+        assert self._process is not None, "it is started"
+        channel = self._process.channel
         limit = time.monotonic() + timeout_s
         deadline = limit + STACKS_S
         try:
-            self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
-            self._channel.sendall(json.dumps((*request, limit)).encode() + b"\n")
-            line = self._receive(REPLY_BYTES + SCORE_BYTES * num_rows, deadline)
+            channel.settimeout(max(1e-3, deadline - time.monotonic()))
+            channel.sendall(json.dumps((*request, limit)).encode() + b"\n")
+            line = _receive(channel, REPLY_BYTES + SCORE_BYTES * num_rows, deadline)
             return checked_reply(line, self._offered, num_rows)
         except ValueError as error:
             self.close()
@@ -190,36 +133,26 @@ class RewardProcess:
                 self.close()
                 text = f"did not return within {timeout_s:g} s, and was ended"
                 return LATE, f"{text} (its stacks are in the log above)", None, ""
-            assert self._process is not None, "called with a process"
-            text = "closed its connections"
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                text = f"ended, {_exit_text(self._process.wait(ENDING_S))}"
+            text = self._process.end_text()
             self.close()
             return ENDED, f"its process {text}", None, ""
         except BaseException:  # KeyboardInterrupt: a late reply would be read as that of the next call
             self.close()
             raise
 
-    def _receive(self, most_bytes: int, deadline: float) -> bytearray:
-        """Return one received line; raises ValueError if it is longer than `most_bytes`."""
-        received = bytearray()
-        while not received.endswith(b"\n"):
-            self._channel.settimeout(max(1e-3, deadline - time.monotonic()))
-            part = self._channel.recv(2**20)
-            if not part:
-                raise EOFError
-            received += part
-            if len(received) > most_bytes:
-                raise ValueError(f"more than {most_bytes} bytes")
-        return received
 
-
-def _only_child(pid: int) -> int | None:
-    """Return the process that a guard has forked, which leads a group of its own; None if it has ended."""
-    with contextlib.suppress(OSError):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(children[0]) if children else None
-    return None
+def _receive(channel: socket.socket, most_bytes: int, deadline: float) -> bytearray:
+    """Return one received line; raises ValueError if it is longer than `most_bytes`."""
+    received = bytearray()
+    while not received.endswith(b"\n"):
+        channel.settimeout(max(1e-3, deadline - time.monotonic()))
+        part = channel.recv(2**20)
+        if not part:
+            raise EOFError
+        received += part
+        if len(received) > most_bytes:
+            raise ValueError(f"more than {most_bytes} bytes")
+    return received
 
 
 def checked_reply(line: bytes | bytearray, offered: Sequence[str], num_rows: int) -> Sequence[Any]:
@@ -244,19 +177,3 @@ def checked_reply(line: bytes | bytearray, offered: Sequence[str], num_rows: int
 
 def _is_score(value: object) -> bool:
     return isinstance(value, float) and abs(value) <= reward_child.LARGEST_SCORE
-
-
-def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a function's process, without GPUs, rank and Ray variables."""
-    others = ("RAY_", "TORCHELASTIC_")
-    kept = [name for name in environment if name not in RANK_VARIABLES and not name.startswith(others)]
-    return {name: environment[name] for name in kept} | dict.fromkeys(GPU_VARIABLES, "")
-
-
-def _exit_text(code: int) -> str:
-    number = -code if code < 0 else code - reward_child.SIGNAL_EXIT_CODE
-    if number not in set(signal.Signals):
-        return f"exit code {code}"
-    name = signal.Signals(number).name
-    memory = ", most likely for lack of memory" if number == signal.SIGKILL else ""
-    return f"killed by {name}{memory}"

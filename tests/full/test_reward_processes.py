@@ -31,7 +31,7 @@ class GuardedWorker:
     def place(self) -> tuple[int, str]:
         """Return the (process, folder) of the function."""
         assert self._function._process is not None
-        return self._function._process.pid, str(self._function._folder)
+        return self._function._process.pid, str(self._function._process.folder)
 
     @register(ONE_TO_ALL)
     def process(self) -> int:

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridengine.data.reward_process import RewardProcess, child_environment
+from hybridengine.data.reward_process import RewardProcess
 from hybridengine.errors import DataError
+from hybridengine.guarded.process import child_environment
 
 ROOT = Path(__file__).parents[2]
 CASES = "tests.unit.reward_cases"

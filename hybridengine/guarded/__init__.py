@@ -1,0 +1,1 @@
+"""User code in a process of its own, which ends with the process that started it, whatever the code does."""

@@ -1,0 +1,85 @@
+"""Processes of user code on a rank: the code's own process, and a guard above it that ends it.
+
+    rank  -- lifeline -->  guard  -- fork -->  user code, in a process group of its own
+
+The guard ends the code and its process group when the lifeline is cut, by the rank or by the rank's death, and when
+the code's process ends by itself. It needs no cooperation of the code, which may be deep in C. Both work in a temporary
+folder that the rank creates and the guard removes. Only the standard library is imported, so that a start takes little
+more than the code's own imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import socket
+import threading
+import traceback
+from typing import NoReturn
+
+from hybridengine.importing import import_object
+
+SIGNAL_EXIT_CODE = 128
+"""The guard's exit code is that of the code; for a signal n it is this + n, as in a shell."""
+
+
+def main(channel: int, server: str) -> None:
+    """Run as a guard whose child calls `server`, "package.module:function", with its end of `channel`; never returns."""
+    os.set_inheritable(channel, False)
+    folder = os.getcwd()
+    # If the parent ignores it, this process does too, and the exit code of the code would be lost.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()  # before any thread starts
+    if pid == 0:
+        _run(channel, server)
+    os.close(channel)
+    exit_code = _guard(pid)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(exit_code)
+
+
+def _guard(pid: int) -> int:
+    """Return the exit code of the process `pid`, which is ended with its group when the lifeline is cut."""
+    with contextlib.suppress(OSError):  # the process does it as well: the first one wins
+        os.setpgid(pid, pid)
+
+    def end() -> None:
+        with contextlib.suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)
+
+    def await_cut() -> None:
+        os.read(0, 1)
+        end()
+
+    threading.Thread(target=await_cut, daemon=True).start()
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    end()  # end what the code has started; the process is not reaped yet, so its pid is not reused
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else SIGNAL_EXIT_CODE - code
+
+
+def _run(channel: int, server: str) -> NoReturn:
+    """Run the code's process: outside the guard's group, without its lifeline, first to be killed on low memory."""
+    try:
+        os.setpgid(0, 0)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+        import_object(server)(socket.socket(fileno=channel))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def limit_memory(num_bytes: int | None) -> None:
+    """Limit the memory that this process may allocate, if there is a limit."""
+    if num_bytes is not None:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, hard))

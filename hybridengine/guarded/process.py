@@ -1,0 +1,122 @@
+"""A process of user code, started under a guard (`guarded/guard.py`) and connected by a socket.
+
+It inherits the environment, without the variables that make a process a rank of this world, a Ray worker or a GPU user,
+and the module search path. Its working directory is a temporary folder. Its output goes to this process's stderr. Torch,
+Ray and Megatron are not loaded unless the code imports them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from hybridengine.guarded.guard import SIGNAL_EXIT_CODE
+from hybridengine.temporary import make_folder
+
+BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]);"
+    " from hybridengine.guarded.guard import main; main(int(sys.argv[1]), sys.argv[2])"
+)
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+ENDING_S = 5.0
+"""Time limit for a process to end after closing its connection."""
+END_TIMEOUT_S = 10.0
+
+
+class GuardedProcess:
+    """A running process of user code. Its children end with it, unless they leave its session.
+
+    Args:
+        server: "package.module:function", called in the process with its end of `channel`.
+        title: what it runs, for lists of processes.
+        kind: word in the name of its temporary folder.
+    """
+
+    def __init__(self, server: str, title: str, kind: str) -> None:
+        self.channel, theirs = socket.socketpair()
+        self.folder = make_folder(kind)
+        self._group: int | None = None
+        with theirs:
+            places = json.dumps([os.path.abspath(place) for place in sys.path])
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", BOOTSTRAP, str(theirs.fileno()), server, places, title],
+                stdin=subprocess.PIPE,  # the lifeline: nothing is written to it before the end
+                stdout=2,
+                stderr=2,
+                pass_fds=(theirs.fileno(),),
+                env=child_environment(os.environ),
+                cwd=self.folder,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process number of the guard."""
+        return self._process.pid
+
+    def note_group(self) -> None:
+        """Note the process group of the code, which exists once it has answered, in case that the guard is killed."""
+        self._group = _only_child(self._process.pid)
+
+    def end_text(self) -> str:
+        """Return how the process has ended, after its connection was closed: "ended, exit code 1"."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return f"ended, {_exit_text(self._process.wait(ENDING_S))}"
+        return "closed its connections"
+
+    def close(self) -> None:
+        """End the process and its descendants; idempotent."""
+        process = self._process
+        assert process.stdin is not None, "it is a pipe"
+        if process.stdin.closed:
+            return
+        with contextlib.suppress(BrokenPipeError):
+            # A byte, since closing has no effect while a fork of this process holds the other end.
+            os.write(process.stdin.fileno(), b".")
+        process.stdin.close()
+        try:
+            code = process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = process.wait()
+        if code < 0:  # the guard was killed, and can no longer end the code
+            if self._group is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._group, signal.SIGKILL)
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.channel.close()
+
+
+def _only_child(pid: int) -> int | None:
+    """Return the process that a guard has forked, which leads a group of its own; None if it has ended."""
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(children[0]) if children else None
+    return None
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process of user code, without GPUs, rank and Ray variables."""
+    others = ("RAY_", "TORCHELASTIC_")
+    kept = [name for name in environment if name not in RANK_VARIABLES and not name.startswith(others)]
+    return {name: environment[name] for name in kept} | dict.fromkeys(GPU_VARIABLES, "")
+
+
+def _exit_text(code: int) -> str:
+    number = -code if code < 0 else code - SIGNAL_EXIT_CODE
+    if number not in set(signal.Signals):
+        return f"exit code {code}"
+    name = signal.Signals(number).name
+    memory = ", most likely for lack of memory" if number == signal.SIGKILL else ""
+    return f"killed by {name}{memory}"
