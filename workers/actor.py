@@ -13,7 +13,6 @@ from torch import Tensor
 from hybridengine.algorithms.drift import check_drift, save_reproduction
 from hybridengine.algorithms.losses.aggregation import Aggregation, LossStats, SummedLoss
 from hybridengine.algorithms.losses.policy import entropy_bonus, kl_loss
-from hybridengine.algorithms.masking import response_mask
 from hybridengine.backends.engine import SamplingSettings
 from hybridengine.backends.levelling import Peers
 from hybridengine.backends.megatron.model import available_names
@@ -29,7 +28,7 @@ from hybridengine.importing import import_object
 from hybridengine.reshard.compiler import compile_plan
 from hybridengine.reshard.domains import domains
 from hybridengine.rollouts.drawn import Drawn
-from hybridengine.rows.micro_batches import ROUTES, SEQUENCE_COLUMNS, cut_rows
+from hybridengine.rows.micro_batches import RESPONSE_MASK, ROUTES, SEQUENCE_COLUMNS, cut_rows, drawn_tokens
 from hybridengine.rows.protocols import (
     ONE_TO_ALL,
     PROTO_3D,
@@ -46,9 +45,11 @@ from hybridengine.weights.hybrid_engine import HybridEngine, Return, WeightPush
 from hybridengine.weights.link import Link
 from hybridengine.weights.storage import WeightStorage
 from hybridengine.weights.transport import PointToPointTransport
+from workers.episodes import TOKEN_COLUMNS, EpisodeRollouts, respond_by_episodes
 from workers.model_worker import TrainedWorker
+from workers.prompts import EPISODE_ROWS
 from workers.responses import respond
-from workers.rollouts import ROLLOUT_COLUMNS, EngineRollouts
+from workers.rollouts import ROLLOUT_COLUMNS, engine_tokenizer, rollouts_of
 
 
 class ActorWorker(TrainedWorker):
@@ -77,7 +78,7 @@ class ActorWorker(TrainedWorker):
             folder,
             self.shape,
             generation,
-            EngineSettings.of(run, tokenizer),
+            EngineSettings.of(run, tokenizer or engine_tokenizer(run)),
             # Differs between nodes: across them, vLLM on a CPU uses torch.distributed as well.
             identity=f"hybridengine-{os.environ['MASTER_PORT']}-{context.node}",
         )
@@ -99,7 +100,7 @@ class ActorWorker(TrainedWorker):
             back=Return(run.rollout.training_weights) if run.rollout.quantization != "none" else Return.CUT,
         )
         self._peers = Peers(generation, context.rank, run.timeouts.collective_s)
-        self._rollouts = EngineRollouts(run, self._engine, stop_token_ids)
+        self._rollouts = rollouts_of(run, self._engine, generation, context.rank, stop_token_ids)
         self._push: WeightPush | None = None
         self._version = 0
         """Version of the weights, as engines on other ranks know it."""
@@ -142,27 +143,39 @@ class ActorWorker(TrainedWorker):
         """Move the weights back; return the report of this rank's switch."""
         return self.hybrid.to_train().as_dict()
 
-    @register(PROTO_3D_ALL_MICRO_DP, ["prompt_tokens", "prompt_lengths", ROW_NUMBERS], returns_rows=True)
+    @register(
+        PROTO_3D_ALL_MICRO_DP,
+        ["prompt_tokens", "prompt_lengths", ROW_NUMBERS],
+        optional=[EPISODE_ROWS],
+        returns_rows=True,
+    )
     def generate_sequences(
         self, prompts: TensorDictBase, first_seed: int = 0, greedy: bool = False
     ) -> TensorDict:
         """Return a response to each prompt: `tokens` [B, P + R], `response_lengths` [B], `rollout_log_probs` [B, R].
 
         Reads `prompt_tokens` [B, P] and `prompt_lengths` [B]. Each row has its own seed, counted from `first_seed`.
+        Episodes read their rows of the data, and add `episode_columns`.
         """
+        seeds = ((first_seed + prompts[ROW_NUMBERS]) % 2**31).tolist()
+        padding = self._stop_token_ids[0] if self._stop_token_ids else 0
+        if isinstance(self._rollouts, EpisodeRollouts):
+            section = self.run.rollout
+            return respond_by_episodes(self._rollouts, prompts, seeds, section, padding, greedy=greedy)
         sampling = SamplingSettings(
             max_tokens=self.run.rollout.max_response_tokens,
             temperature=0.0 if greedy else self.run.rollout.temperature,
             stop_token_ids=self._stop_token_ids,
         )
-        seeds = ((first_seed + prompts[ROW_NUMBERS]) % 2**31).tolist()
-        padding = self._stop_token_ids[0] if self._stop_token_ids else 0
         every = [sampling] * len(prompts)
         rows, _ = respond(self._engine, prompts, seeds, every, sampling.max_tokens, padding, self._peers)
         return rows
 
     @register(
-        PROTO_3D, SEQUENCE_COLUMNS, optional=["rollout_log_probs", "versions", ROUTES], returns_rows=True
+        PROTO_3D,
+        SEQUENCE_COLUMNS,
+        optional=["rollout_log_probs", "versions", RESPONSE_MASK, ROUTES],
+        returns_rows=True,
     )
     def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
         """Return `log_probs` and `entropies` [B, R] of the response tokens under the training model.
@@ -179,7 +192,7 @@ class ActorWorker(TrainedWorker):
         if result is not None and bound is not None and "rollout_log_probs" in rollout.keys():  # noqa: SIM118
             rows = torch.arange(len(rollout))
             if "versions" in rollout.keys():  # noqa: SIM118
-                mask = response_mask(rollout["response_lengths"], rollout["versions"].size(1))
+                mask = drawn_tokens(rollout, rollout["versions"].size(1))
                 rows = rows[((rollout["versions"] == self._version) | ~mask).all(1)]
             check_drift(rollout[rows], result["log_probs"][rows], bound, self._save_reproduction)
         return result
@@ -211,7 +224,10 @@ class ActorWorker(TrainedWorker):
     @register(
         PROTO_3D,
         [*SEQUENCE_COLUMNS, "log_probs", "advantages"],
-        optional=["keep", "trained", "versions", "weights", "ref_log_probs", ROUTES, ROW_NUMBERS],
+        optional=[
+            *("keep", "trained", "versions", "weights", "ref_log_probs"),
+            *(RESPONSE_MASK, ROUTES, ROW_NUMBERS),
+        ],
     )
     def update(
         self, batch: TensorDictBase, algorithm: Algorithm | None = None, version: int | None = None
@@ -255,7 +271,9 @@ class ActorWorker(TrainedWorker):
         )
 
     @register(
-        PROTO_3D, [*SEQUENCE_COLUMNS, "ref_log_probs", "scores", "dropped"], optional=[ROUTES, ROW_NUMBERS]
+        PROTO_3D,
+        [*SEQUENCE_COLUMNS, "ref_log_probs", "scores", "dropped"],
+        optional=[RESPONSE_MASK, ROUTES, ROW_NUMBERS],
     )
     def update_preferences(
         self, batch: TensorDictBase, algorithm: Algorithm | None = None
@@ -314,7 +332,7 @@ class ActorWorker(TrainedWorker):
         self._rollouts.withdraw()
         self.hybrid.to_train()
 
-    @register(PROTO_3D_ALL_MICRO_DP, ROLLOUT_COLUMNS)
+    @register(PROTO_3D_ALL_MICRO_DP, ROLLOUT_COLUMNS, optional=TOKEN_COLUMNS)
     def begin(self, rows: TensorDictBase) -> None:
         """Queue responses (`EngineRollouts.begin`), each on one replica of the engine."""
         self._rollouts.begin(rows)
@@ -323,6 +341,10 @@ class ActorWorker(TrainedWorker):
     def advance(self, num_steps: int) -> Drawn:
         """Take up to `num_steps` engine steps (`EngineRollouts.advance`)."""
         return self._rollouts.advance(num_steps)
+
+    def close(self) -> None:
+        """End the processes of functions."""
+        self._rollouts.close()
 
     @register(ONE_TO_ALL)
     def export_model(self, folder: str, companions: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridengine.algorithms.losses.value import value_loss
 from hybridengine.backends.megatron.outputs import response_values
 from hybridengine.config import RunConfig
-from hybridengine.rows.micro_batches import SEQUENCE_COLUMNS
+from hybridengine.rows.micro_batches import RESPONSE_MASK, SEQUENCE_COLUMNS
 from hybridengine.rows.protocols import PROTO_3D, ROW_NUMBERS, RankContext, register
 from workers.model_worker import TrainedWorker
 
@@ -32,7 +32,7 @@ class CriticWorker(TrainedWorker):
     @register(
         PROTO_3D,
         [*SEQUENCE_COLUMNS, "values", "returns"],
-        optional=["keep", "trained", "versions", ROW_NUMBERS],
+        optional=["keep", "trained", "versions", RESPONSE_MASK, ROW_NUMBERS],
     )
     def update(self, batch: TensorDictBase, version: int | None = None) -> dict[str, float]:
         """Update towards `returns` [B, R] from `values` [B, R]; return metrics on the last stage.

@@ -18,7 +18,8 @@ from hybridengine.topology.generation import GenerationGrid
 from hybridengine.weights.hybrid_engine import WeightPush
 from hybridengine.weights.link import Link
 from hybridengine.weights.storage import WeightStorage
-from workers.rollouts import ROLLOUT_COLUMNS, EngineRollouts
+from workers.episodes import TOKEN_COLUMNS
+from workers.rollouts import ROLLOUT_COLUMNS, engine_tokenizer, rollouts_of
 
 
 class EngineWorker:
@@ -32,10 +33,11 @@ class EngineWorker:
     ) -> None:
         self._run, self._context = run, context
         self._shape = ModelShape.from_folder(folder).with_adapters(run.actor.lora.adapters)
+        self._generation = GenerationGrid(context.topology.grid, run.generation.parallel)
         self._engine = VllmEngine(
             folder,
             self._shape,
-            GenerationGrid(context.topology.grid, run.generation.parallel),
+            self._generation,
             EngineSettings.of(run, tokenizer),
             identity=f"hybridengine-{os.environ['MASTER_PORT']}-{context.node}",
         )
@@ -66,10 +68,10 @@ class GenerationWorker(EngineWorker):
     def __init__(
         self, context: RankContext, run: RunConfig, folder: str | Path, stop_token_ids: tuple[int, ...] = ()
     ) -> None:
-        super().__init__(context, run, folder)
-        self._rollouts = EngineRollouts(run, self._engine, stop_token_ids)
+        super().__init__(context, run, folder, tokenizer=engine_tokenizer(run))
+        self._rollouts = rollouts_of(run, self._engine, self._generation, context.rank, stop_token_ids)
 
-    @register(PROTO_3D, ROLLOUT_COLUMNS)
+    @register(PROTO_3D, ROLLOUT_COLUMNS, optional=TOKEN_COLUMNS)
     def begin(self, rows: TensorDictBase) -> None:
         """Queue responses (`EngineRollouts.begin`)."""
         self._rollouts.begin(rows)
@@ -83,3 +85,7 @@ class GenerationWorker(EngineWorker):
     def withdraw(self, numbers: Sequence[int] | None = None) -> None:
         """Drop some responses or all (`EngineRollouts.withdraw`)."""
         self._rollouts.withdraw(numbers)
+
+    def close(self) -> None:
+        """End the processes of functions."""
+        self._rollouts.close()

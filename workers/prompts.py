@@ -11,11 +11,10 @@ from tensordict import TensorDict, TensorDictBase
 from hybridengine.config import RunConfig
 from hybridengine.data.datasets import PromptDataset, numbered_rows, prompts_digest, rows_after
 from hybridengine.data.tokenizer import load_tokenizer
-from hybridengine.rows.micro_batches import ROUTES
 from hybridengine.rows.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
 
-RESPONSE_COLUMNS = ("response_lengths", "rollout_log_probs", "versions", "fresh")
-"""Columns of the responses that engines on other ranks have drawn."""
+EPISODE_ROWS = "episode_rows"
+"""Column of the data's rows as JSON, for functions of episodes: `number`, `prompt` and `answer`."""
 
 
 class PromptReader:
@@ -38,7 +37,12 @@ class PromptReader:
 
     def _dataset(self, file: object) -> PromptDataset:
         tokenizer = load_tokenizer(self._run.tokenizer_folder, pad_with_eos=True)
-        return PromptDataset(str(file), tokenizer, self._run.rollout.max_prompt_tokens)
+        return PromptDataset(
+            str(file),
+            tokenizer,
+            self._run.rollout.max_prompt_tokens,
+            json_column=EPISODE_ROWS if self._run.rollout.episode is not None else None,
+        )
 
 
 class PromptWorker:
@@ -61,17 +65,12 @@ class PromptWorker:
         row_ids = rows_after(len(self._reader.training), batch_size, self._run.run.seed, num_drawn)
         return self._reader.training.rows([row_ids[number] for number in rows[ROW_NUMBERS].tolist()])
 
-    @register(
-        PROTO_3D,
-        ["prompt_numbers", "response_tokens", *RESPONSE_COLUMNS],
-        optional=[ROUTES],
-        returns_rows=True,
-    )
+    @register(PROTO_3D, returns_rows=True)
     def sequences(self, rows: TensorDictBase) -> TensorDict:
         """Return the numbered prompts with `tokens` [B, P + R], each prompt and its response, padded at the end.
 
-        Reads `prompt_numbers` [B] and `response_tokens` [B, R], and returns `RESPONSE_COLUMNS` and `ROUTES` as they are,
-        so that other groups read them from these ranks.
+        Reads `prompt_numbers` [B] and `response_tokens` [B, R], and returns the other columns as they are, so that other
+        groups read them from these ranks.
         """
         prompts = self._reader.prompts(rows["prompt_numbers"].tolist())
         lengths, width = prompts["prompt_lengths"], rows["response_tokens"].size(1)
@@ -81,7 +80,7 @@ class PromptWorker:
         places = lengths[:, None] + torch.arange(width)
         # right-padded prompts: a response begins where its prompt ends
         prompts["tokens"] = padded.scatter(1, places, rows["response_tokens"].long())
-        return prompts.update(rows.select(*RESPONSE_COLUMNS, ROUTES, strict=False))
+        return prompts.update(rows.exclude("prompt_numbers", "response_tokens"))
 
     @register(ONE_TO_ALL)
     def digest(self, numbers: Sequence[int]) -> str:

@@ -8,14 +8,31 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from hybridengine.backends.engine import Request, Response, SamplingSettings
+from hybridengine.backends.lead import Lead
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.config import RunConfig
 from hybridengine.rollouts.drawn import Drawn
+from hybridengine.topology.generation import GenerationGrid
+from workers.episodes import EpisodeRollouts
 from workers.prompts import PromptReader
 
 ROLLOUT_COLUMNS = ("numbers", "prompt_numbers", "seeds", "drawn_tokens", "drawn_lengths", "drawn_routes")
 """Columns of responses to draw: `numbers`, `prompt_numbers`, `seeds`, `drawn_lengths` and `drawn_routes`, the number of
 tokens whose experts are known, [B], and `drawn_tokens` [B, D]."""
+
+
+def engine_tokenizer(run: RunConfig) -> str | None:
+    """Return the folder of the tokenizer that engines need for stop strings, which functions of episodes may give."""
+    return str(run.tokenizer_folder) if run.rollout.episode is not None else None
+
+
+def rollouts_of(
+    run: RunConfig, engine: VllmEngine, generation: GenerationGrid, rank: int, stops: tuple[int, ...]
+) -> EngineRollouts | EpisodeRollouts:
+    """Return what draws a run's responses on this rank's engine. Collective over all ranks of the grid."""
+    if run.rollout.episode is None:
+        return EngineRollouts(run, engine, stops)
+    return EpisodeRollouts(run, engine, Lead(generation, rank, run.timeouts.collective_s), stops)
 
 
 class EngineRollouts:
@@ -65,6 +82,9 @@ class EngineRollouts:
         self._engine.abort(dropped)
         for request_id in dropped:
             del self._told[request_id], self._told_routes[request_id]
+
+    def close(self) -> None:
+        """Do nothing: no processes belong to responses of one turn."""
 
     def _drawn(self, responses: Sequence[Response]) -> Drawn:
         """Return what is new in these responses, and forget those that have ended."""

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from hybridengine.algorithms.masking import masked_sum, response_mask
+from hybridengine.algorithms.masking import masked_sum
 from hybridengine.errors import DriftError
+from hybridengine.rows.micro_batches import drawn_tokens
 
 FOLDER = "drift"
 ROW_COLUMNS = ("tokens", "prompt_lengths", "response_lengths", "rollout_log_probs")
@@ -29,7 +30,7 @@ def check_drift(
     `rollout` has tokens, lengths and `rollout_log_probs` [B, R]. If the check fails, `keep` saves the rows; it is called
     with them and the mean.
     """
-    mask = response_mask(rollout["response_lengths"], log_probs_BR.size(1))
+    mask = drawn_tokens(rollout, log_probs_BR.size(1))
     difference = (log_probs_BR.detach().cpu() - rollout["rollout_log_probs"].cpu()).abs()
     mean = float(masked_sum(difference, mask.cpu()) / mask.sum().clamp(min=1))
     if mean <= bound:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hybridengine.config.algorithm import Conflict, Role
+from hybridengine.config.episode_checks import episode_conflicts
 from hybridengine.config.generation_checks import generation_conflicts
 from hybridengine.config.model_checks import model_conflicts, paths_hint
 from hybridengine.config.reward_sections import RewardSection, ScorerSection, scorer_key
@@ -50,6 +51,7 @@ def find_conflicts(
         *_scorers(config),
         *_pools(config),
         *generation_conflicts(config),
+        *episode_conflicts(config),
     ]
     for holder in model_holders(config):
         found += _sizes(config, holder.role, holder.sizes, holder.sizes_key)

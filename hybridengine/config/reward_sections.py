@@ -22,8 +22,9 @@ from hybridengine.config.values import (
 class ScorerSection(Section):
     """A function of the response's text, or a model's score."""
 
-    kind: Literal["function", "model"] = "function"
-    """function: rule-based, verifiable; model: a sequence-classification checkpoint with one label."""
+    kind: Literal["function", "model", "episode"] = "function"
+    """function: rule-based, verifiable; model: a sequence-classification checkpoint with one label; episode: what the
+    function of `rollout.episode` has returned."""
     function: ImportPath | None = None
     """Scoring function, package.module:function, called as function(responses, answers) plus any extra columns that its
     parameters name."""
@@ -100,6 +101,11 @@ class RewardSection(ScorerSection):
     def models(self) -> dict[str, ScorerSection]:
         """Models, by the name of their term."""
         return {name: scorer for name, scorer in self.scorers.items() if scorer.kind == "model"}
+
+    @property
+    def episodes(self) -> tuple[str, ...]:
+        """Names of the terms that are rewards of episodes."""
+        return tuple(name for name, scorer in self.scorers.items() if scorer.kind == "episode")
 
     @property
     def weights(self) -> dict[str, float]:

@@ -13,6 +13,7 @@ from pydantic import Field, SecretStr, field_validator
 from pydantic_core import PydanticCustomError
 
 from hybridengine.config.build_section import BuildSection
+from hybridengine.config.episode_section import EpisodeSection
 from hybridengine.config.values import (
     BYTE_UNITS,
     Bytes,
@@ -160,6 +161,8 @@ class RolloutSection(Section):
     mode."""
     routing_replay: bool = False
     """Train a mixture with the experts that the engine has chosen for each token; they travel with the responses."""
+    episode: EpisodeSection | None = None
+    """Responses of several turns, drawn by a function that calls tools; one turn without a function by default."""
 
 
 class GenerationSection(Section):

@@ -53,13 +53,25 @@ class PromptDataset:
     and `row_ids` [B] int64 (the row's number in the file from 0); P = max_prompt_tokens.
     """
 
-    def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> None:
-        """Read and tokenise a JSONL or parquet file; raise DataError for malformed rows or prompts that are too long."""
+    def __init__(
+        self,
+        path: str | Path,
+        tokenizer: PreTrainedTokenizerBase,
+        max_prompt_tokens: int,
+        json_column: str | None = None,
+    ) -> None:
+        """Read and tokenise a JSONL or parquet file; raise DataError for malformed rows or prompts that are too long.
+
+        With `json_column`, batches have the rows themselves in a column of this name: JSON objects with `number`,
+        `prompt` and `answer`.
+        """
         rows = read_rows(path)
         self.max_prompt_tokens = max_prompt_tokens
         texts = _prompt_texts(rows, tokenizer)
         self.tokens = _tokenized(rows, texts, tokenizer, "prompt", max_prompt_tokens)
         self.answers = [row.answer for row in rows]
+        self._json_column = json_column
+        self._rows = rows if json_column else []
         self.pad_id = token_id(tokenizer, "pad")
 
     def __len__(self) -> int:
@@ -68,8 +80,10 @@ class PromptDataset:
     def rows(self, row_ids: Sequence[int]) -> TensorDict:
         """Return the prompts with these row numbers, in the given order (repetitions allowed)."""
         chosen = [self.tokens[row] for row in row_ids]
+        more = {self._json_column: NonTensorStack(*map(self._json, row_ids))} if self._json_column else {}
         return TensorDict(
             {
+                **more,
                 "prompt_tokens": _right_padded(chosen, self.max_prompt_tokens, self.pad_id),
                 "prompt_lengths": torch.tensor([len(tokens) for tokens in chosen]),
                 "answers": NonTensorStack(*(self.answers[row] for row in row_ids)),
@@ -77,6 +91,10 @@ class PromptDataset:
             },
             batch_size=[len(chosen)],
         )
+
+    def _json(self, number: int) -> str:
+        row = self._rows[number]
+        return json.dumps({"number": number, "prompt": row.prompt, "answer": row.answer})
 
 
 def prompts_digest(prompts: PromptDataset, seed: int, numbers: Sequence[int]) -> str:

@@ -17,6 +17,8 @@ from tensordict import TensorDict, TensorDictBase
 from hybridengine.config.reward_sections import RewardSection, scorer_key
 from hybridengine.data.reward_process import RewardProcess, RewardTimeoutError
 from hybridengine.errors import DataError, raise_all
+from hybridengine.report.keys import EPISODE_FAILURE
+from hybridengine.rows.batch import columns_of
 
 EXTRA_COLUMNS = ("prompts", "prompt_lengths", "response_lengths")
 """Columns that a function may take: prompts as seen by the model, including special tokens, and numbers of tokens."""
@@ -190,6 +192,20 @@ def combine_scores(rows: TensorDictBase, across: object, weights: Mapping[str, f
         if weight:
             total += weight * rows[column].double()
     return TensorDict({"scores": total.float(), "dropped": total.isnan()}, batch_size=rows.batch_size)  # type: ignore[arg-type]
+
+
+def episode_scores(rows: TensorDictBase, across: object, weights: Mapping[str, float]) -> TensorDict:
+    """Return `scores` [B] float32 and `dropped` [B] of episodes, without those that have failed.
+
+    With `weights`, scores are those of `combine_scores`; otherwise `rows` have the column `scores`, and `dropped` if
+    functions gave them.
+    """
+    found = combine_scores(rows, across, weights or {"scores": 1.0})
+    dropped = found["dropped"] | (rows[EPISODE_FAILURE] > 0)
+    if "dropped" in columns_of(rows):
+        dropped |= rows["dropped"]
+    scores = found["scores"].masked_fill(dropped, DROPPED)
+    return TensorDict({"scores": scores, "dropped": dropped}, batch_size=rows.batch_size)  # type: ignore[arg-type]
 
 
 def reward_texts(rollout: TensorDictBase, tokenizer: Decoder, columns: Sequence[str]) -> dict[str, list[Any]]:

@@ -23,7 +23,6 @@ from hybridengine.algorithms.masking import (
     masked_max,
     masked_sum,
     over_tokens,
-    response_mask,
     whiten,
     zero_masked,
 )
@@ -36,9 +35,11 @@ from hybridengine.drivers.reinforce_plus_plus import ReinforcePlusPlus
 from hybridengine.drivers.remax import Remax
 from hybridengine.drivers.rloo import Rloo
 from hybridengine.drivers.safe_rlhf import SafeRlhf
+from hybridengine.episodes.wire import FAILURES
 from hybridengine.errors import DataError
 from hybridengine.report import keys
 from hybridengine.rows.batch import columns_of
+from hybridengine.rows.micro_batches import RESPONSE_MASK, drawn_tokens
 from hybridengine.rows.protocols import ROW_NUMBERS
 
 
@@ -103,7 +104,7 @@ def counted_rows(rows: TensorDictBase, algorithm: Algorithm) -> Counted:
 
     The scores include the punishment of over-long responses.
     """
-    mask = response_mask(rows["response_lengths"], rows["log_probs"].size(1))
+    mask = drawn_tokens(rows, rows["log_probs"].size(1))
     keep, weights = ~rows["dropped"], None
     trained = trained_tokens(rows, mask & keep[:, None], algorithm)
     if (found := correction_weights(rows, trained, algorithm)) is not None:
@@ -203,7 +204,7 @@ def rollout_metrics(
     punishment of over-long responses, which has metrics of its own. Raises DataError if no response has a score.
     """
     keep = ~rows["dropped"]
-    mask = response_mask(rows["response_lengths"], rows["log_probs"].size(1))
+    mask = drawn_tokens(rows, rows["log_probs"].size(1))
     kl = KL_ESTIMATORS[algorithm.kl_estimator](rows["log_probs"], rows["ref_log_probs"])
     parts = [
         mask.sum(),
@@ -211,9 +212,10 @@ def rollout_metrics(
         keep.sum(),
         masked_sum(kl, mask),
         rows["prompt_lengths"].sum(),
+        rows["response_lengths"].sum(),
     ]
     sums = torch.stack([torch.tensor(float(len(rows))), *parts]).double()
-    num_rows, num_tokens, scores, num_scored, kl_sum, prompts = across.sum(sums).tolist()
+    num_rows, num_tokens, scores, num_scored, kl_sum, prompts, responses = across.sum(sums).tolist()
     if not num_scored:
         raise DataError(
             f"none of the {int(num_rows)} responses of this step has a score; look at the reward function's failures"
@@ -222,9 +224,10 @@ def rollout_metrics(
         keys.REWARD_MEAN: scores / num_scored,
         "rollout/dropped_rows": num_rows - num_scored,
         keys.KL_MEAN: kl_sum / max(1.0, num_tokens),
-        keys.RESPONSE_TOKENS_MEAN: num_tokens / num_rows,
+        keys.RESPONSE_TOKENS_MEAN: responses / num_rows,
         **_length_quantiles(rows, across),
-        keys.TOKENS: prompts + num_tokens,
+        keys.TOKENS: prompts + responses,
+        **_episode_metrics(rows, across),
     }
     for name in (name for name in term_columns if name in columns_of(rows)):
         scored = ~rows[name].isnan()
@@ -246,6 +249,35 @@ def rollout_metrics(
     if version is not None:
         metrics |= staleness_metrics(rows["versions"], mask, version, max_versions, across)
     return metrics | _overlong_metrics(rows, across, algorithm)
+
+
+def _episode_metrics(rows: TensorDictBase, across: Across) -> dict[str, float]:
+    """Return the mean number of turns, the shares of failures by kind, and means of what functions have returned; nothing
+    for rows that are no episodes.
+    """
+    if RESPONSE_MASK not in columns_of(rows):
+        return {}
+    failures = torch.bincount(rows[keys.EPISODE_FAILURE], minlength=len(FAILURES) + 1)
+    lengths = rows["response_lengths"].sum()
+    sums = [failures, torch.stack([rows[keys.EPISODE_TURNS].sum(), rows[RESPONSE_MASK].sum(), lengths])]
+    *counts, turns, trained, tokens = across.sum(torch.cat(sums).double()).tolist()
+    num_rows = sum(counts)
+    found = {
+        "episode/turns_mean": turns / num_rows,
+        "episode/trained_token_share": trained / max(1.0, tokens),
+        "episode/failed_share": 1 - counts[0] / num_rows,
+        **{f"episode/failed_{kind}": count for kind, count in zip(FAILURES, counts[1:], strict=True)},
+    }
+    known = (keys.EPISODE_FAILURE, keys.EPISODE_TURNS)
+    names = (name for name in columns_of(rows) if name.startswith("episode/") and name not in known)
+    return found | {keys.mean_key(name): mean for name in names for mean in _means(rows[name], across)}
+
+
+def _means(values_B: Tensor, across: Across) -> list[float]:
+    """Return the mean of the numbers of all ranks that are not NaN, in a list; an empty one if there are none."""
+    known_B = ~values_B.isnan()
+    total, count = across.sum(torch.stack([values_B[known_B].sum(), known_B.sum()]).double()).tolist()
+    return [total / count] if count else []
 
 
 def _overlong_metrics(rows: TensorDictBase, across: Across, algorithm: Algorithm) -> dict[str, float]:

@@ -32,7 +32,7 @@ def with_advantages(
     It is called with `samples`, the responses per prompt, and then `more`; it reads `columns` in addition to `COLUMNS`
     (`fresh` of an asynchronous batch, among others).
     """
-    inputs = batch.select(*COLUMNS, *columns)
+    inputs = batch.select(*COLUMNS, *columns, *roles.mask_columns)
     return batch.union(roles.compute.map(inputs, algorithm.advantages, algorithm, samples, *more))
 
 
@@ -49,7 +49,12 @@ def measure_rollout(
 
     An asynchronous batch is measured with the `version` of the weights that it trains and `staleness.max_versions`.
     """
-    columns = [*STATISTICS, *roles.term_columns, *([] if from_engine else ["entropies"])]
+    columns = [
+        *STATISTICS,
+        *roles.term_columns,
+        *roles.episode_columns,
+        *([] if from_engine else ["entropies"]),
+    ]
     if version is not None:
         columns += ["versions", "fresh"]
     inputs, terms = batch.select(*columns), roles.term_columns

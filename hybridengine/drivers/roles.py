@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridengine.errors import UnknownNameError
+from hybridengine.report import keys
 
 if TYPE_CHECKING:  # algorithms import this file, and load neither torch nor Ray
     from hybridengine.controller.rows import Rows
@@ -29,27 +30,35 @@ class Scorers:
     """Weight of each term's column, if a term is a model; otherwise empty, as the functions' ranks sum their terms."""
     term_columns: Sequence[str] = ()
     """Columns of the terms' scores, such as `cost/length`; empty for a single scorer."""
+    own_columns: Sequence[str] = ()
+    """Columns of scores that are the rewards of episodes."""
+    episodes: bool = False
+    """True if responses are episodes, of which some fail."""
 
     @property
     def has_full_score(self) -> bool:
         """True if 1 is the maximum score, as for a single function, but not for a model or a weighted sum."""
-        return not self.term_columns and hasattr(self.groups[0], "take_metrics")
+        return not self.term_columns and bool(self.groups) and hasattr(self.groups[0], "take_metrics")
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks in the largest group."""
-        return max(group.num_ranks for group in self.groups)
+        return max(group.num_ranks for group in (*self.groups, self.compute))
 
     def compute_scores(self, rollout: Rows) -> Rows:
         """Return `scores` and `dropped`, and the terms' own columns if there are several."""
-        parts = [group.compute_scores(rollout) for group in self.groups]
+        own = dict.fromkeys(self.own_columns, keys.EPISODE_REWARD)
+        parts = [rollout.select_as(**own), *(group.compute_scores(rollout) for group in self.groups)]
         rows = parts[0].union(*parts[1:])
-        if not self.weights:
+        if not self.weights and not self.episodes:
             return rows
-        terms = rows.select(*self.weights)
-        return rows.union(
-            self.compute.map(terms, "hybridengine.data.rewards.combine_scores", dict(self.weights))
-        )
+        scores = ["scores", *(["dropped"] if self.groups else [])]
+        terms = rows.select(*(self.weights or scores))
+        function = "hybridengine.data.rewards.combine_scores"
+        if self.episodes:
+            terms = terms.union(rollout.select(keys.EPISODE_FAILURE))
+            function = "hybridengine.data.rewards.episode_scores"
+        return rows.union(self.compute.map(terms, function, dict(self.weights)))
 
 
 @dataclass(frozen=True)
@@ -80,8 +89,18 @@ class Roles:
     prompts: WorkerGroup
     compute: WorkerGroup
 
-    def __init__(self, **groups: WorkerGroup | Scorers | Engines | BaseOfActor) -> None:
+    def __init__(
+        self,
+        *,
+        episode_columns: Sequence[str] = (),
+        mask_columns: Sequence[str] = (),
+        **groups: WorkerGroup | Scorers | Engines | BaseOfActor,
+    ) -> None:
         self.__dict__.update(groups)
+        self.episode_columns = tuple(episode_columns)
+        """Columns of responses that are episodes (`rollouts.episodes`), for metrics; empty for other responses."""
+        self.mask_columns = tuple(mask_columns)
+        """The one of them that says which tokens are trained."""
 
     @property
     def term_columns(self) -> tuple[str, ...]:

@@ -26,6 +26,13 @@ TOKENS = "rollout/tokens"
 """Prompt and response tokens of the step."""
 TOKENS_PER_S = "throughput/tokens_per_s"
 
+EPISODE_REWARD = "episode/reward"
+"""Reward that an episode's function has returned; a column, as are the following ones."""
+EPISODE_FAILURE = "episode/failure"
+"""Number of an episode's failure, 0 for none (`rollouts.episodes`)."""
+EPISODE_TURNS = "episode/turns"
+"""Turns of an episode that the model has completed."""
+
 QUEUE_COMPLETE = "queue/complete"
 """Responses that wait for the trainer at the end of a step; only in asynchronous runs, as are the following ones."""
 QUEUE_UNFINISHED = "queue/unfinished"
@@ -46,6 +53,11 @@ OVERHEAD_S = "controller/overhead_s"
 def mean_key(column: str) -> str:
     """Return the metric of a column's mean, such as that of a reward term: "reward/style" -> "reward/style_mean"."""
     return f"{column}_mean"
+
+
+def episode_key(name: str) -> str:
+    """Return the column of a number that episodes return: "solved" -> "episode/solved"."""
+    return f"episode/{name}"
 
 
 def response_tokens_key(percent: int) -> str:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+
+from hybridengine.episodes.wire import Ended
+
+ADDED, DRAWN, CUT, STOPPED = range(4)
+"""Marks of a token of an episode: added by its function; drawn; the last of a turn that reached its number of tokens; the
+last of a turn that a stop token or string has ended."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,12 @@ class Drawn:
     """Versions of the weights that drew them, int32 [T]."""
     routes: tuple[np.ndarray, ...] = ()
     """New experts of each response's tokens, [n, L, K] (`Response.routes`); none unless engines keep them."""
+    marks: np.ndarray | None = None
+    """Marks of the tokens of episodes, uint8 [T]; an added token has the log-probability 0 and the version -1."""
+    kept: np.ndarray | None = None
+    """Number of earlier tokens of each episode that the new ones follow, int64 [N]; others are forgotten."""
+    outcomes: dict[int, Ended] = field(default_factory=dict)
+    """Outcomes of the episodes that have ended, by the number of their responses."""
 
     @property
     def num_tokens(self) -> int:

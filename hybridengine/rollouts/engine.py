@@ -81,6 +81,14 @@ class PoolEngine:
             "drawn_routes": torch.tensor([rollout.num_routed for rollout in rollouts]),
             "drawn_tokens": padded([rollout.tokens for rollout in rollouts], max(lengths), 0, torch.int32),
         }
+        if config.rollout.episode is not None:
+            for name, dtype in (
+                ("log_probs", torch.float32),
+                ("versions", torch.int32),
+                ("marks", torch.uint8),
+            ):
+                known = [getattr(rollout, name) for rollout in rollouts]
+                columns[f"drawn_{name}"] = padded(known, max(lengths), 0, dtype)
         rows = Rows.of(TensorDict(columns, batch_size=[len(rollouts)]))  # pyright: ignore[reportArgumentType]
         self.rollouts |= {rollout.number: rollout for rollout in rollouts}
         with self._notices_death():

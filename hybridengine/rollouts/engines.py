@@ -21,6 +21,7 @@ from hybridengine.controller.rows import Rows
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.report import keys
 from hybridengine.rollouts.engine import ActorEngine, PoolEngine, padded
+from hybridengine.rollouts.episodes import episode_columns
 from hybridengine.rollouts.order import CallOrder, Wait
 from hybridengine.rollouts.pushes import Pushes
 from hybridengine.rollouts.queue import QUEUE_FILE, Rollout, RolloutQueue, read_queue, save_queue
@@ -293,6 +294,7 @@ class Engines:
             "versions": versions,
             "fresh": fresh_tokens(versions, response_mask(lengths, width), version, self.max_versions),
         }
+        columns |= episode_columns(rollouts, self._config.rollout)
         parts = [part for rollout in rollouts for part in rollout.routes]
         if (
             self._config.rollout.routing_replay and parts

@@ -16,8 +16,9 @@ begun. The bounds hold as before, since a prompt only moves to an earlier batch 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +26,9 @@ from safetensors.numpy import load_file, save_file
 
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import StalenessSection
+from hybridengine.episodes.wire import Ended
 from hybridengine.errors import CheckpointError, WorkerError
-from hybridengine.rollouts.drawn import Drawn
+from hybridengine.rollouts.drawn import ADDED, CUT, STOPPED, Drawn
 
 QUEUE_FILE = "rollouts.safetensors"
 """File of a checkpoint with the responses in flight."""
@@ -50,7 +52,35 @@ class Rollout:
     versions: list[int] = field(default_factory=list)
     routes: list[np.ndarray] = field(default_factory=list)
     """Experts of consecutive tokens of prompt and response, [n, L, K] each; none unless engines keep them."""
+    marks: list[int] = field(default_factory=list)
+    """Marks of the tokens of an episode (`rollouts.drawn`); empty for other responses."""
+    outcome: Ended | None = None
+    """Outcome of an episode that has ended."""
     has_ended: bool = False
+
+    def record(self, drawn: Drawn, index: int, place: slice, *, has_ended: bool) -> None:
+        """Add the response's new tokens, which have the place `place`; it is the one of number `index` in `drawn`."""
+        if drawn.kept is not None:
+            for tokens in (self.tokens, self.log_probs, self.versions, self.marks):
+                del tokens[int(drawn.kept[index]) :]
+        self.tokens += drawn.tokens[place].tolist()
+        self.log_probs += drawn.log_probs[place].tolist()
+        self.versions += drawn.versions[place].tolist()
+        self.routes += drawn.routes[index : index + 1]
+        if drawn.marks is not None:
+            self.marks += drawn.marks[place].tolist()
+        self.outcome = drawn.outcomes.get(self.number)
+        self.has_ended = has_ended
+
+    @property
+    def trained(self) -> list[bool]:
+        """True for each token of an episode that is trained: the model drew it, in a turn that is not excluded."""
+        turns = self.outcome.trained if self.outcome is not None else []
+        found, turn = [], 0
+        for mark in self.marks:
+            found.append(mark != ADDED and (turn >= len(turns) or turns[turn]))
+            turn += mark in (CUT, STOPPED)
+        return found
 
     @property
     def num_routed(self) -> int:
@@ -136,11 +166,7 @@ class RolloutQueue:
                 raise WorkerError(
                     f"an engine has drawn tokens of response {number}, which is not begun or has ended; this is a defect"
                 )
-            rollout.tokens += drawn.tokens[place].tolist()
-            rollout.log_probs += drawn.log_probs[place].tolist()
-            rollout.versions += drawn.versions[place].tolist()
-            rollout.routes += drawn.routes[index : index + 1]
-            rollout.has_ended = has_ended
+            rollout.record(drawn, index, place, has_ended=has_ended)
             prompt = number // self.samples
             if has_ended and all(one.has_ended for one in self._of(prompt)):
                 self._complete.append(prompt)
@@ -219,6 +245,16 @@ class RolloutQueue:
             "versions": np.array([one for rollout in rollouts for one in rollout.versions], dtype=np.int32),
             "route_lengths": np.array([rollout.num_routed for rollout in rollouts], dtype=np.int64),
             **({"routes": np.concatenate(routes)} if routes else {}),
+            **(self._episodes() if any(rollout.marks for rollout in rollouts) else {}),
+        }
+
+    def _episodes(self) -> dict[str, np.ndarray]:
+        """Return marks, and outcomes as JSON, of responses that are episodes."""
+        rollouts = [*self._rollouts.values()]
+        outcomes = [rollout.outcome and asdict(rollout.outcome) for rollout in rollouts]
+        return {
+            "marks": np.array([mark for rollout in rollouts for mark in rollout.marks], dtype=np.uint8),
+            "outcomes": np.frombuffer(json.dumps(outcomes).encode(), np.uint8),
         }
 
     def begin_at(self, version: int) -> None:
@@ -244,6 +280,12 @@ class RolloutQueue:
             for name in ("tokens", "log_probs", "versions"):
                 setattr(rollout, name, state[name][end - length : end].tolist())
             rollout.has_ended = has_ended
+            if "marks" in state:
+                rollout.marks = state["marks"][end - length : end].tolist()
+        if "outcomes" in state:
+            outcomes = json.loads(state["outcomes"].tobytes())
+            for rollout, outcome in zip(self._rollouts.values(), outcomes, strict=True):
+                rollout.outcome = outcome and Ended(**outcome)
         if "routes" in state:
             parts = np.split(state["routes"], np.cumsum(state["route_lengths"])[:-1])
             for rollout, part in zip(self._rollouts.values(), parts, strict=True):

@@ -19,6 +19,8 @@ SEQUENCE_COLUMNS = ("tokens", "prompt_lengths", "response_lengths")
 """Columns of prompt and response rows."""
 ROUTES = "routes"
 """Column of the experts of each token, [B, T, L, K] with L layers of K experts each; -1 where the router chooses."""
+RESPONSE_MASK = "response_mask"
+"""Column of episodes, bool [B, R]: False at response tokens that the model did not draw, or that are not trained."""
 CLIENT_COLUMNS = ("tokens", "lengths", "targets")
 """Columns of rows without a prompt: inputs and targets [B, T], and the number of valid positions [B]."""
 
@@ -63,14 +65,22 @@ def cut_rows(
 def loss_mask(batch: TensorDictBase, width: int, rows: list[int] | slice = slice(None)) -> Tensor:
     """Return a mask, bool [b, width], of the tokens of a loss: response tokens of kept rows that are trained.
 
-    `keep` [B] and `trained` [B, R], both bool, exclude rows and tokens; without these columns all are included.
+    `keep` [B], `trained` and `RESPONSE_MASK` [B, R], all bool, exclude rows and tokens; without these columns all are
+    included.
     """
     mask = torch.arange(width) < batch["response_lengths"][rows].unsqueeze(1)
     if "keep" in columns_of(batch):
         mask &= batch["keep"][rows].unsqueeze(1)
-    if "trained" in columns_of(batch):
-        mask &= batch["trained"][rows, :width]
+    for name in ("trained", RESPONSE_MASK):
+        if name in columns_of(batch):
+            mask &= batch[name][rows, :width]
     return mask
+
+
+def drawn_tokens(rows: TensorDictBase, width: int) -> Tensor:
+    """Return a mask, bool [B, width], of response tokens that the model drew; all are, unless rows are episodes."""
+    mask = torch.arange(width, device=rows["response_lengths"].device) < rows["response_lengths"].unsqueeze(1)
+    return mask & rows[RESPONSE_MASK] if RESPONSE_MASK in columns_of(rows) else mask
 
 
 def _columns(batch: TensorDictBase, rows: list[int], response_columns: Sequence[str]) -> dict[str, Tensor]:

@@ -25,7 +25,9 @@ from hybridengine.doctor.ranks import rank_problems
 from hybridengine.drivers.roles import BaseOfActor, Roles, Scorers
 from hybridengine.errors import ConfigError, raise_all
 from hybridengine.planning.devices import Placed, device_problems, fp8_problems, mixed_gpu_problems
+from hybridengine.report import keys
 from hybridengine.rollouts.engines import Engines
+from hybridengine.rows.micro_batches import RESPONSE_MASK
 from hybridengine.topology.nodes import order_pools
 from hybridengine.topology.sizes import TrainSizes
 from hybridengine.training.dry_run import budgets_of
@@ -193,7 +195,12 @@ class RunPools:
             others["reference"] = BaseOfActor(actor)
         if engines:
             others["generation"] = Engines(config, engines, actor, prompts, say)
-        return Roles(actor=actor, prompts=prompts, compute=compute, **models, **others)
+        groups = {"actor": actor, "prompts": prompts, "compute": compute, **models, **others}
+        if config.rollout.episode is None:
+            return Roles(**groups)
+        names = map(keys.episode_key, config.rollout.episode.metrics)
+        columns = (RESPONSE_MASK, keys.EPISODE_REWARD, keys.EPISODE_FAILURE, keys.EPISODE_TURNS, *names)
+        return Roles(episode_columns=columns, mask_columns=(RESPONSE_MASK,), **groups)
 
     def _model(self, holder: ModelHolder, worker: str, **arguments: object) -> WorkerGroup:
         config = self._config
@@ -218,7 +225,10 @@ class RunPools:
             if holder.role == role
         ]
         weights = {score_column(role, term): weight for term, weight in section.weights.items()}
-        return Scorers(groups, compute, weights if section.models else {}, tuple(weights))
+        own = tuple(score_column(role, term) for term in section.episodes)
+        summed = weights if section.models or (weights and own) else {}
+        episodes = config.rollout.episode is not None
+        return Scorers(groups, compute, summed, tuple(weights), own, episodes)
 
     def _helper(
         self, pool: ResourcePool, role: str, worker: str, num_replicas: int | None = None

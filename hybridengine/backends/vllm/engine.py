@@ -97,7 +97,7 @@ class VllmEngine:
         self._caches = _cache_storages([*self._runner.kv_caches, *(cache.experts_SLK for cache in caches)])
         routes = RequestRoutes(self._engine, caches[0]) if caches else None
         self._requests = RunningRequests(self._engine, self._runner, routes, adapter, self._loaded)
-        self._settings, self._vocab_size = settings, shape.vocab_size
+        self._settings, self.vocab_size = settings, shape.vocab_size
         self._is_ready = True
 
     def _make_weights(self, sleeps: bool, on_gpu: bool) -> WeightStorage:
@@ -214,11 +214,11 @@ class VllmEngine:
             )
         named = {"prompt": request.prompt_token_ids, "stop_token_ids": sampling.stop_token_ids}
         for what, tokens in named.items():
-            unknown = [token for token in tokens if not 0 <= token < self._vocab_size]
+            unknown = [token for token in tokens if not 0 <= token < self.vocab_size]
             if unknown:
                 raise DataError(
                     f"the {what} of request {name!r} has the token {unknown[0]}, and the model knows tokens from 0 to"
-                    f" {self._vocab_size - 1}; take tokens of the model's own tokenizer"
+                    f" {self.vocab_size - 1}; take tokens of the model's own tokenizer"
                 )
         if sampling.stop_strings and self._settings.tokenizer is None:
             raise DataError(

@@ -1,0 +1,43 @@
+"""Section of rollouts of several turns, whose function draws turns and calls tools."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue
+
+from hybridengine.config.values import Bytes, Count, ImportPath, Seconds, Section, like
+
+MetricNames = Annotated[
+    tuple[str, ...],
+    like(
+        r"[A-Za-z][A-Za-z0-9_]*",
+        "cannot be the name of a metric, which is part of a column's name; use letters, digits and '_', a letter first",
+    ),
+]
+
+
+class EpisodeSection(Section):
+    """Rollouts of several turns: a function that draws turns, calls tools and ends with a reward."""
+
+    function: ImportPath
+    """Async function, package.module:function, called as function(client, row) for every response."""
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    """Values that the function reads as row.options."""
+    metrics: MetricNames = ()
+    """Names of numbers that the function returns in addition to the reward; their means are metrics episode/NAME."""
+    max_turns: Count = 64
+    """Largest number of turns of one response."""
+    max_running: Count = 256
+    """Largest number of responses of an engine whose functions run at once."""
+    num_processes: Count = 1
+    """Processes of an engine that run functions."""
+    deadline_s: Seconds = 600.0
+    """Time limit of one response."""
+    blocked_s: Seconds = 30.0
+    """Time for which a function may keep the others of its process from running, by code that awaits nothing."""
+    memory_bytes: Bytes | None = None
+    """Memory limit of one process; none by default."""
+    on_failure: Literal["drop", "fail"] = "drop"
+    """Action after a response whose function raised, exceeded a limit or returned what it may not: continue without its
+    row, or end the run."""

@@ -1,0 +1,61 @@
+"""Tokens of texts and of chat messages that follow turns of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from hybridengine.errors import DataError
+
+MARK = "0x5eed"
+"""Text of an assistant's message in a template, to find what the template puts after it."""
+
+
+class Chat:
+    """A tokenizer and its chat template."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def text_tokens(self, text: str) -> list[int]:
+        """Return the tokens of a text, without special tokens."""
+        return [*self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def decoded(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens without special ones."""
+        return self._tokenizer.decode([*tokens], skip_special_tokens=True)
+
+    def message_tokens(self, messages: Sequence[Mapping[str, Any]], last: Sequence[int]) -> list[int]:
+        """Return the tokens of messages after a turn of the model, up to where its next turn begins.
+
+        `last` are the tokens of that turn: the part of its end that it has drawn is not repeated.
+        """
+        after = self._rendered([*self._before, *messages], True).partition(MARK)[2]
+        tokens = self.text_tokens(after)
+        return tokens[_overlap(last, self._end) :]
+
+    @cached_property
+    def _before(self) -> list[dict[str, str]]:
+        return [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
+
+    @cached_property
+    def _end(self) -> list[int]:
+        """Tokens that the template puts after an assistant's message."""
+        return self.text_tokens(self._rendered(self._before, False).partition(MARK)[2])
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], opens: bool) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                [*map(dict, messages)], tokenize=False, add_generation_prompt=opens
+            )
+        except Exception as error:  # jinja's, and whatever the template's code raises
+            raise DataError(
+                f"the chat template refuses the messages ({type(error).__name__}: {error}); correct their roles and keys"
+            ) from None
+
+
+def _overlap(last: Sequence[int], end: Sequence[int]) -> int:
+    """Return how many of the first tokens of `end` are the last tokens of a turn."""
+    most = min(len(last), len(end))
+    return next((size for size in range(most, 0, -1) if [*last[-size:]] == [*end[:size]]), 0)

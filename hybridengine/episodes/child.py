@@ -1,0 +1,210 @@
+"""Episodes of a rank in a process of their own: their functions share one event loop (`guarded/guard.py` starts it).
+
+Two threads read and write the rank's lines, so that they work while a function keeps the loop from running; a third one
+watches for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import inspect
+import json
+import os
+import queue
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+from hybridengine import importing
+from hybridengine.episodes import client as client_module
+from hybridengine.episodes.chat import Chat
+from hybridengine.episodes.client import Client, EpisodeError, Row, TokenLimitError, TurnLimitError
+from hybridengine.episodes.wire import Drawn, Ended, Limits, Wanted, line
+from hybridengine.errors import DataError
+from hybridengine.guarded.guard import limit_memory
+
+MAX_TEXT = 4000
+"""Characters of an error's text that are sent."""
+LOOK_S = 0.2
+"""Time between two looks of the watch at the loop."""
+
+Function = Callable[[Client, Row], Awaitable[object]]
+
+
+def serve(channel: socket.socket) -> None:
+    """Load a function and run its episodes until the peer closes the channel."""
+    asyncio.run(_Episodes(channel).run())
+
+
+class _Episodes:
+    """Episodes of one process.
+
+    Lines from the rank: `load`, once; `begin`, `drawn` and `drop` of an episode. Lines to it: `loaded` or `wrong`; then
+    `wanted` and `ended` of an episode.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._out = queue.SimpleQueue[bytes]()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._answers: dict[int, asyncio.Future[Drawn]] = {}
+        self._seen_s = time.monotonic()
+
+    async def run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._closed = asyncio.Event()
+        for work in (self._read, self._write):
+            threading.Thread(target=work, daemon=True).start()
+        await self._closed.wait()
+        os._exit(0)  # whatever functions and their threads still do
+
+    # ---- threads ----
+
+    def _read(self) -> None:
+        lines = self._channel.makefile("rb")
+        while (text := lines.readline()).endswith(b"\n"):
+            kind, content = json.loads(text)
+            self._loop.call_soon_threadsafe(getattr(self, f"_{kind}"), content)
+        self._loop.call_soon_threadsafe(self._closed.set)
+
+    def _write(self) -> None:
+        while True:
+            self._channel.sendall(self._out.get())
+
+    def _watch(self) -> None:
+        """Tell the rank of an episode that does not let the loop run; the rank then ends this process."""
+        while True:
+            self._loop.call_soon_threadsafe(self._note_time)
+            time.sleep(LOOK_S)
+            if time.monotonic() - self._seen_s < self._limits.blocked_s + LOOK_S:
+                continue
+            task = asyncio.current_task(self._loop)
+            number = next((number for number, one in self._tasks.items() if one is task), None)
+            faulthandler.dump_traceback(file=2)
+            text = (
+                f"it did not let others run for {self._limits.blocked_s:g} s (its stacks are in the log); await what"
+                " takes long, or call it by asyncio.to_thread"
+            )
+            self._send("blocked", {"number": number, "text": text})
+            return
+
+    def _note_time(self) -> None:
+        self._seen_s = time.monotonic()
+
+    def _send(self, kind: str, content: Any) -> None:
+        self._out.put(line(kind, content))
+
+    # ---- lines of the rank ----
+
+    def _load(self, content: Mapping[str, Any]) -> None:
+        try:
+            limit_memory(content["memory_bytes"])
+            self._limits = Limits(**content["limits"])
+            self._options, self._tokenizer_folder = content["options"], content["tokenizer"]
+            self._function = load_function(content["path"])
+        except DataError as error:
+            self._send("wrong", str(error))
+            return
+        except BaseException as error:  # a module may raise anything when imported
+            self._send("wrong", f"raised {_described(error)} when it was imported; correct the module")
+            return
+        self._note_time()
+        threading.Thread(target=self._watch, daemon=True).start()
+        self._send("loaded", None)
+
+    def _begin(self, content: Mapping[str, Any]) -> None:
+        number = content["number"]
+        row = Row(
+            **{**content["row"], "prompt_tokens": tuple(content["row"]["prompt_tokens"])},
+            options=self._options,
+        )
+        recorded = [Drawn(**one) for one in content["recorded"]]
+        one = Client(number, row, self._limits, lambda: self._chat, self._ask, recorded)
+        self._tasks[number] = asyncio.create_task(self._episode(number, one, row))
+
+    def _drawn(self, content: Mapping[str, Any]) -> None:
+        if (answer := self._answers.pop(content["number"], None)) is not None and not answer.done():
+            answer.set_result(Drawn(**content["turn"]))
+
+    def _drop(self, number: int) -> None:
+        self._answers.pop(number, None)
+        if (task := self._tasks.pop(number, None)) is not None:
+            task.cancel()
+
+    # ---- an episode ----
+
+    @cached_property
+    def _chat(self) -> Chat:
+        from hybridengine.data.tokenizer import load_tokenizer  # takes seconds, and not all episodes need it
+
+        return Chat(load_tokenizer(self._tokenizer_folder, pad_with_eos=True))
+
+    async def _ask(self, wanted: Wanted) -> Drawn:
+        answer = self._answers[wanted.number] = self._loop.create_future()
+        self._send("wanted", wanted)
+        return await answer
+
+    async def _episode(self, number: int, client: Client, row: Row) -> None:
+        kind = text = ""
+        reward, metrics, trained = None, {}, list[bool]()
+        try:
+            async with asyncio.timeout(self._limits.deadline_s) as deadline:
+                returned = await self._function(client, row)
+            kind = "result"
+            reward, metrics, trained = client.check_result(returned)
+            kind = ""
+        except asyncio.CancelledError:
+            return  # dropped
+        except (Exception, SystemExit) as error:
+            if isinstance(error, TimeoutError) and deadline.expired():
+                kind, text = "deadline", f"it did not end within deadline_s={self._limits.deadline_s:g} s"
+            else:
+                kind, text = _failure(error, kind)
+        if (
+            self._tasks.get(number) is asyncio.current_task()
+        ):  # otherwise it was dropped, and may have begun again
+            del self._tasks[number]
+            turn = max(0, len(client.turns) - (kind in ("", "result")))
+            self._send("ended", Ended(number, reward, metrics, trained, kind, text, turn))
+
+
+def load_function(path: str) -> Function:
+    """Return the async function at "package.module:function"; raise DataError if there is none with two parameters."""
+    function = importing.import_object(path)
+    if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    ):
+        raise DataError(f"is a {type(function).__name__}; write it as `async def rollout(client, row)`")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise DataError(
+            f"cannot be called with (client, row): {error}; give it these two parameters"
+        ) from None
+    return function
+
+
+def _failure(error: BaseException, kind: str) -> tuple[str, str]:
+    """Return the kind and the description of an error that has ended an episode."""
+    if isinstance(error, TokenLimitError | TurnLimitError):
+        return "tokens" if isinstance(error, TokenLimitError) else "turns", str(error)
+    if kind == "result":
+        return kind, str(error) if isinstance(
+            error, EpisodeError
+        ) else f"its result raised {_described(error)}"
+    return "raised", f"it raised {_described(error)}"
+
+
+def _described(error: BaseException) -> str:
+    """Return an error with its place in user code, shortened."""
+    inside = (__file__, client_module.__file__)
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename not in inside]
+    reason = "".join(traceback.format_exception_only(error)).strip()
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    text = f"{reason}{place}"
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]} ... {text[-MAX_TEXT // 2 :]}"
