@@ -17,7 +17,6 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from functools import cached_property
 from typing import Any
 
 from hybridengine import importing
@@ -105,8 +104,12 @@ class _Episodes:
         try:
             limit_memory(content["memory_bytes"])
             self._limits = Limits(**content["limits"])
-            self._options, self._tokenizer_folder = content["options"], content["tokenizer"]
+            self._options = content["options"]
             self._function = load_function(content["path"])
+            if content["tokenizer"]:
+                from hybridengine.data.tokenizer import load_tokenizer  # takes seconds
+
+                self._chat = Chat(load_tokenizer(content["tokenizer"], pad_with_eos=True))
         except DataError as error:
             self._send("wrong", str(error))
             return
@@ -124,7 +127,7 @@ class _Episodes:
             options=self._options,
         )
         recorded = [Drawn(**one) for one in content["recorded"]]
-        one = Client(number, row, self._limits, lambda: self._chat, self._ask, recorded)
+        one = Client(number, row, self._limits, self._chat, self._ask, recorded)
         self._tasks[number] = asyncio.create_task(self._episode(number, one, row))
 
     def _drawn(self, content: Mapping[str, Any]) -> None:
@@ -137,12 +140,6 @@ class _Episodes:
             task.cancel()
 
     # ---- an episode ----
-
-    @cached_property
-    def _chat(self) -> Chat:
-        from hybridengine.data.tokenizer import load_tokenizer  # takes seconds, and not all episodes need it
-
-        return Chat(load_tokenizer(self._tokenizer_folder, pad_with_eos=True))
 
     async def _ask(self, wanted: Wanted) -> Drawn:
         answer = self._answers[wanted.number] = self._loop.create_future()

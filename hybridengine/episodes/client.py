@@ -92,7 +92,7 @@ class Client:
         number: int,
         row: Row,
         limits: Limits,
-        chat: Callable[[], Chat],
+        chat: Chat,
         ask: Callable[[Wanted], Awaitable[Drawn]],
         recorded: Sequence[Drawn] = (),
     ) -> None:
@@ -130,7 +130,7 @@ class Client:
             EpisodeError: tokens that the model does not know, or messages that the chat template refuses.
         """
         if isinstance(content, str):
-            added = self._chat().text_tokens(content)
+            added = self._chat.text_tokens(content)
         elif isinstance(content, Mapping):
             added = self._message_tokens([content])
         elif content and all(isinstance(one, Mapping) for one in content):
@@ -195,7 +195,7 @@ class Client:
             self._is_drawing = False
         self._tokens += drawn.token_ids
         self._added, self._is_open = [], False
-        text = self._chat().decoded(drawn.token_ids)
+        text = self._chat.decoded(drawn.token_ids)
         turn = Turn(len(self.turns), tuple(drawn.token_ids), tuple(drawn.log_probs), drawn.stopped, text)
         self.turns.append(turn)
         return turn
@@ -231,7 +231,7 @@ class Client:
                 " two turns at once, and those before the first turn to the data's prompt"
             )
         last = self.turns[-1].token_ids if not self._added else ()
-        tokens = self._chat().message_tokens(messages, last)
+        tokens = self._chat.message_tokens(messages, last)
         self._is_open = True
         return tokens
 

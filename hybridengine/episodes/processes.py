@@ -65,7 +65,7 @@ class Episodes:
     """
 
     def __init__(
-        self, section: EpisodeSection, limits: Limits, tokenizer: str, start_timeout_s: float = 600.0
+        self, section: EpisodeSection, limits: Limits, tokenizer: str | None, start_timeout_s: float = 600.0
     ) -> None:
         self._section, self._limits, self._tokenizer = section, limits, tokenizer
         self._start_timeout_s = start_timeout_s
@@ -232,7 +232,7 @@ class Episodes:
 def check_episode(section: EpisodeSection, start_timeout_s: float = 60.0) -> None:
     """Load a section's function as a run does, and end its process; raise DataError for an unusable one."""
     one = section.model_copy(update={"num_processes": 1})
-    episodes = Episodes(one, Limits(1, 1, 1, 1.0, 60.0), "", start_timeout_s)
+    episodes = Episodes(one, Limits(1, 1, 1, 1.0, 60.0), None, start_timeout_s)
     try:
         episodes.start()
     finally:
