@@ -17,7 +17,7 @@ from torch import Tensor
 from hybridengine.algorithms.across import Across
 from hybridengine.algorithms.losses.aggregation import LossStats, SummedLoss
 from hybridengine.config import Role, RunConfig
-from hybridengine.config.loss_sections import COVARIANCE_LOSSES
+from hybridengine.config.loss_sections import COVARIANCE_LOSSES, KL_COV_LOSS
 from hybridengine.config.run_config import TRAINED
 from hybridengine.drivers.advantages import covariant_tokens, mean_cost, rollout_metrics
 from hybridengine.drivers.dataflow import COVARIANCE_COLUMNS, COVARIANT_TOKENS, ROLLOUT_METRICS
@@ -291,7 +291,7 @@ def update_in_mini_batches(
 ) -> tuple[list[str], dict[str, float], Pieces]:
     """Return (errors, metrics, weights) of an actor whose replicas have unequal numbers of rows.
 
-    Errors come from 3 rows for each of two replicas, and from wrong losses.
+    Errors come from 3 rows for each of two replicas, from wrong losses, and from a loss whose column nobody produced.
     """
     actor = Group(run, "actor", TrainingActor, rank, policy)
     errors = []
@@ -306,6 +306,11 @@ def update_in_mini_batches(
             actor.call("update", batch)
         except ConfigError as error:
             errors.append(str(error))
+    actor.restart(with_loss(run, KL_COV_LOSS))
+    try:
+        actor.call("update", batch)
+    except ProtocolError as error:
+        errors.append(str(error))
     actor.restart(run)
     return errors, actor.call("update", batch), actor.pieces()
 

@@ -92,7 +92,7 @@ def test_the_multiplier_follows_the_mean_cost(started: Started) -> None:
 
 
 def test_covariant_tokens_and_a_baseline_for_each_token(started: Started) -> None:
-    """Both take columns that other dataflows do not have: squared probabilities, and a choice made after the advantages."""
+    """Both take columns that others do not have: squared probabilities, and a choice made after the advantages."""
     covariance = CovarianceSection(share=0.1)
     settings = {"loss": KL_COV_LOSS, "covariance": covariance, "baseline": "token", "normalize_std": False}
     metrics = one_step(started, "grpo", State(), **settings)
