@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hybridengine.config.algorithm import Conflict, Role
 from hybridengine.config.generation_checks import generation_conflicts
-from hybridengine.config.loss_sections import unread_options
+from hybridengine.config.loss_checks import loss_conflicts
 from hybridengine.config.model_checks import model_conflicts, paths_hint
 from hybridengine.config.reward_sections import RewardSection, ScorerSection, scorer_key
 from hybridengine.config.run_config import TRAINED, RunConfig, model_holders, ranks_key, reward_sections
@@ -136,19 +136,7 @@ def _algorithm(config: RunConfig) -> Iterator[Conflict]:
                 f"algorithm.overlong is not read by {named}, which computes no advantages; leave it out",
                 ("algorithm.overlong", "algorithm.name"),
             )
-    for key, value, readers in unread_options(config, algorithm.loss):
-        yield Conflict(
-            f"{key}={value:g} is not read by algorithm.loss={algorithm.loss}; leave it out, or choose"
-            f" {' or '.join(readers)}",
-            (key, "algorithm.loss"),
-        )
-    covariance = algorithm.covariance
-    if covariance.low >= covariance.high:
-        yield Conflict(
-            f"algorithm.covariance.low={covariance.low:g} must be less than its high={covariance.high:g}; lower the one"
-            " or raise the other",
-            ("algorithm.covariance.low", "algorithm.covariance.high"),
-        )
+    yield from loss_conflicts(config)
     roles = ", ".join(algorithm.roles)
     if "reward" not in algorithm.roles and config.eval_file is not None:
         held_out = "data.eval_file" if config.data.eval_file else "data.task"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridengine.config import check_run, load_config
+from hybridengine.config.loss_checks import KNOWN, READERS
 from hybridengine.config.loss_sections import (
     CISPO_LOSS,
     CLIP_COV_LOSS,
@@ -14,8 +15,6 @@ from hybridengine.config.loss_sections import (
     GPG_LOSS,
     GSPO_LOSS,
     KL_COV_LOSS,
-    KNOWN,
-    READERS,
     SAPO_LOSS,
 )
 from hybridengine.importing import import_object
