@@ -179,6 +179,17 @@ def test_rows_of_nothing(name: str) -> None:
     assert estimates(name, columns([])).shape == (0, WIDTH)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_columns_stay_float32_without_gradient(name: str) -> None:
+    part = columns(ROWS)
+    part |= {key: part[key].float().requires_grad_() for key in ("scores", "energies")}
+    found = estimates(name, part)
+    assert found.dtype == torch.float32
+    assert not found.requires_grad
+    for values, wanted in zip(found.tolist(), expected(name, ROWS), strict=True):
+        assert values == pytest.approx(wanted, rel=1e-6)
+
+
 energies = st.lists(st.sampled_from([None, 0.125, 0.5, 1.25]), min_size=1, max_size=WIDTH)
 rows_with_owners = st.lists(
     st.tuples(
