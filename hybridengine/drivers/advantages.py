@@ -246,7 +246,7 @@ def covariant_tokens(rows: TensorDictBase, across: Across, algorithm: Algorithm,
     # Drawn for the rows of all ranks, so that the choice does not depend on their distribution.
     numbers = rows[ROW_NUMBERS]
     num_rows = int(across.max(numbers.max() if len(numbers) else numbers.new_tensor(-1))) + 1
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed % 2**63)  # seeds of steps may be longer
     draws = torch.rand(num_rows, mask.size(1), dtype=torch.float64, generator=generator)[numbers]
     chosen = largest_entries(products, draws, mask, count, across)
     return TensorDict({"covariant": chosen}, batch_size=[len(rows)])  # pyright: ignore[reportArgumentType]

@@ -21,6 +21,7 @@ from hybridengine.config.loss_sections import CLIP_COV_LOSS, KL_COV_LOSS, Covari
 from hybridengine.config.role_sections import ActorSection
 from hybridengine.drivers.advantages import covariant_tokens
 from hybridengine.drivers.grpo import Grpo
+from hybridengine.rollouts.queue import first_seed
 from hybridengine.rows.protocols import ROW_NUMBERS
 from tests.unit.test_algorithms_across import cut, joined, on_ranks
 from tests.unit.test_algorithms_gspo_cispo import (
@@ -206,7 +207,8 @@ def test_kl_cov_takes_the_largest_on_any_ranks(share: float, count: int) -> None
 def test_equal_tokens_are_drawn_by_the_seed() -> None:
     """Row 4 has the largest advantages but one, and four equal tokens; some of these are needed."""
     algorithm = Grpo(loss=KL_COV_LOSS, covariance=CovarianceSection(share=0.34))
-    found = [chosen(algorithm, [0] * NUM_ROWS, seed) for seed in range(20)]
+    last = first_seed(2**31 - 1, 10**6, 10**6)
+    found = [chosen(algorithm, [0] * NUM_ROWS, seed) for seed in [*range(20), last]]
     assert {len(places) for places in found} == {3}
     assert len({frozenset(places) for places in found}) > 1
     assert found[3] == chosen(algorithm, [1, 0, 1, 0, 0, 1], seed=3)
