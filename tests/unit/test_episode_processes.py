@@ -129,7 +129,9 @@ FAILURES = {
 }
 
 
-def test_lines_of_an_episode_that_was_dropped_are_not_those_of_one_that_begins_again(talking: Episodes) -> None:
+def test_lines_of_an_episode_that_was_dropped_are_not_those_of_one_that_begins_again(
+    talking: Episodes,
+) -> None:
     for _ in range(20):
         talking.begin(3, row("talk 2"), [])
         talking.events(0.02)
