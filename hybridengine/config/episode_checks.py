@@ -23,6 +23,12 @@ def episode_conflicts(config: RunConfig) -> Iterator[Conflict]:
                 f" rollout.episode; add it, or choose {key}.kind=function",
                 (f"{key}.kind", "rollout.episode"),
             )
+    elif config.generation.replay is not None:
+        yield Conflict(
+            f"generation.replay={config.generation.replay} repeats a run bit by bit, and what functions of"
+            " rollout.episode do between turns takes time that differs; leave one of them out",
+            ("generation.replay", "rollout.episode"),
+        )
     elif isinstance(config.algorithm, ServedAlgorithm):
         yield Conflict(
             "rollout.episode is not read by a server, whose clients draw turn by turn; leave it out",

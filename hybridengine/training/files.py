@@ -93,6 +93,8 @@ def prepare_files(config: RunConfig) -> RunFiles:
     for name, section in reward_sections(config).items():
         if section.functions:
             _attempt(problems, check_reward_functions, name, section, config.timeouts.start_s)
+    if config.rollout.episode is not None:
+        _attempt(problems, check_episode, config.rollout.episode, config.timeouts.start_s)
     # The configuration is written last; if it exists, a resumed run keeps its original files.
     if not (config.run_folder / CONFIG_FILE).is_file():
         if config.model.build is not None:
