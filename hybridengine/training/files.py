@@ -20,6 +20,7 @@ from hybridengine.data.datasets import DemonstrationDataset, PromptDataset
 from hybridengine.data.rewards import check_reward_functions
 from hybridengine.data.tasks import write_arithmetic_files
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer, token_id
+from hybridengine.episodes.processes import check_episode
 from hybridengine.errors import CheckpointError, ConfigError, DataError, raise_all, shown
 from hybridengine.files import read_object, writing
 from hybridengine.models.checkpoint_files import copy_companions
