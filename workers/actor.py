@@ -38,6 +38,7 @@ from hybridengine.rows.protocols import (
     RankContext,
     register,
 )
+from hybridengine.rows.supports import SUPPORTS
 from hybridengine.topology.grid import group_with
 from hybridengine.topology.links import NodeMap
 from hybridengine.weights.digests import digests
@@ -150,10 +151,9 @@ class ActorWorker(TrainedWorker):
 
         Reads `prompt_tokens` [B, P] and `prompt_lengths` [B]. Each row has its own seed, counted from `first_seed`.
         """
-        sampling = SamplingSettings(
-            max_tokens=self.run.rollout.max_response_tokens,
-            temperature=0.0 if greedy else self.run.rollout.temperature,
-            stop_token_ids=self._stop_token_ids,
+        rollout = self.run.rollout
+        sampling = SamplingSettings.of(
+            rollout, rollout.max_response_tokens, self._stop_token_ids, greedy=greedy
         )
         seeds = ((first_seed + prompts[ROW_NUMBERS]) % 2**31).tolist()
         padding = self._stop_token_ids[0] if self._stop_token_ids else 0
@@ -162,10 +162,14 @@ class ActorWorker(TrainedWorker):
         return rows
 
     @register(
-        PROTO_3D, SEQUENCE_COLUMNS, optional=["rollout_log_probs", "versions", ROUTES], returns_rows=True
+        PROTO_3D,
+        SEQUENCE_COLUMNS,
+        optional=["rollout_log_probs", "versions", ROUTES, SUPPORTS],
+        returns_rows=True,
     )
     def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
-        """Return `log_probs` and `entropies` [B, R] of the response tokens under the training model.
+        """Return `log_probs` and `entropies` [B, R] of the response tokens under the training model, of the distributions
+        that they were drawn from.
 
         Raises DriftError if the engine's `rollout_log_probs` [B, R], if present, differ by more than
         `guards.log_prob_drift`; the rows are then saved in the run's folder. Rows with tokens of other weights than the
@@ -184,7 +188,7 @@ class ActorWorker(TrainedWorker):
             check_drift(rollout[rows], result["log_probs"][rows], bound, self._save_reproduction)
         return result
 
-    @register(PROTO_3D, SEQUENCE_COLUMNS, returns_rows=True)
+    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=[SUPPORTS], returns_rows=True)
     def compute_base_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
         """Return `ref_log_probs` [B, R] of the response tokens, under the frozen weights without adapters."""
         return self.forward_rows(
@@ -211,7 +215,7 @@ class ActorWorker(TrainedWorker):
     @register(
         PROTO_3D,
         [*SEQUENCE_COLUMNS, "log_probs", "advantages"],
-        optional=["keep", "trained", "versions", "weights", "ref_log_probs", ROUTES, ROW_NUMBERS],
+        optional=["keep", "trained", "versions", "weights", "ref_log_probs", ROUTES, SUPPORTS, ROW_NUMBERS],
     )
     def update(
         self, batch: TensorDictBase, algorithm: Algorithm | None = None, version: int | None = None
@@ -255,7 +259,9 @@ class ActorWorker(TrainedWorker):
         )
 
     @register(
-        PROTO_3D, [*SEQUENCE_COLUMNS, "ref_log_probs", "scores", "dropped"], optional=[ROUTES, ROW_NUMBERS]
+        PROTO_3D,
+        [*SEQUENCE_COLUMNS, "ref_log_probs", "scores", "dropped"],
+        optional=[ROUTES, SUPPORTS, ROW_NUMBERS],
     )
     def update_preferences(
         self, batch: TensorDictBase, algorithm: Algorithm | None = None

@@ -13,6 +13,7 @@ from hybridengine.data.datasets import PromptDataset, numbered_rows, prompts_dig
 from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.rows.micro_batches import ROUTES
 from hybridengine.rows.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
+from hybridengine.rows.supports import SUPPORTS
 
 RESPONSE_COLUMNS = ("response_lengths", "rollout_log_probs", "versions", "fresh")
 """Columns of the responses that engines on other ranks have drawn."""
@@ -64,14 +65,14 @@ class PromptWorker:
     @register(
         PROTO_3D,
         ["prompt_numbers", "response_tokens", *RESPONSE_COLUMNS],
-        optional=[ROUTES],
+        optional=[ROUTES, SUPPORTS],
         returns_rows=True,
     )
     def sequences(self, rows: TensorDictBase) -> TensorDict:
         """Return the numbered prompts with `tokens` [B, P + R], each prompt and its response, padded at the end.
 
-        Reads `prompt_numbers` [B] and `response_tokens` [B, R], and returns `RESPONSE_COLUMNS` and `ROUTES` as they are,
-        so that other groups read them from these ranks.
+        Reads `prompt_numbers` [B] and `response_tokens` [B, R], and returns `RESPONSE_COLUMNS`, `ROUTES` and
+        `SUPPORTS` as they are, so that other groups read them from these ranks.
         """
         prompts = self._reader.prompts(rows["prompt_numbers"].tolist())
         lengths, width = prompts["prompt_lengths"], rows["response_tokens"].size(1)
@@ -81,7 +82,7 @@ class PromptWorker:
         places = lengths[:, None] + torch.arange(width)
         # right-padded prompts: a response begins where its prompt ends
         prompts["tokens"] = padded.scatter(1, places, rows["response_tokens"].long())
-        return prompts.update(rows.select(*RESPONSE_COLUMNS, ROUTES, strict=False))
+        return prompts.update(rows.select(*RESPONSE_COLUMNS, ROUTES, SUPPORTS, strict=False))
 
     @register(ONE_TO_ALL)
     def digest(self, numbers: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from hybridengine.config.loading import rule
+from hybridengine.config.sections import RolloutSection, StructureSection
 from hybridengine.errors import DataError, StorageError, shown
 from hybridengine.reshard.layout import Layout
 from hybridengine.weights.hybrid_engine import GenerationSide
@@ -76,8 +77,30 @@ class SamplingSettings(_Checked):
     """Tokens that end a response and are its last token; no other token ends a response."""
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a response when its tokens, decoded with special tokens, contain one; requires a tokenizer."""
+    structure: InstanceOf[StructureSection] | None = None
+    """Form of the response, which its last stop token ends; requires a tokenizer."""
     adapter: str = ""
     """PEFT folder of the adapters that draw the response, for an engine that loads them; empty for the weights alone."""
+
+    @classmethod
+    def of(
+        cls, rollout: RolloutSection, max_tokens: int, stop_token_ids: TokenIds, *, greedy: bool = False
+    ) -> SamplingSettings:
+        """Return the settings of a run's responses; those of `greedy` ones draw the most likely tokens of the form."""
+        drawn = {} if greedy else {name: getattr(rollout, name) for name in ("top_p", "top_k", "min_p")}
+        return cls(
+            max_tokens=max_tokens,
+            temperature=0.0 if greedy else rollout.temperature,
+            stop_token_ids=stop_token_ids,
+            stop_strings=rollout.stop,
+            structure=rollout.structure,
+            **drawn,
+        )
+
+    @property
+    def reads_text(self) -> bool:
+        """True if the engine needs a tokenizer."""
+        return bool(self.stop_strings) or self.structure is not None
 
 
 @pydantic_dataclass(frozen=True)
@@ -106,6 +129,8 @@ class Response:
     """Log-probability of each token under the distribution that it was drawn from."""
     versions: list[int] = field(default_factory=list)
     """Version of the weights that produced each token."""
+    supports: list[np.ndarray] | None = None
+    """Support of each token's draw (`rows/supports.py`). None unless the engine keeps them."""
     routes: np.ndarray | None = None
     """Experts that computed each token of prompt and response after the `num_routed` first, [N, L, K] with L layers of K
     experts each; the last token of the response has none. None unless the engine keeps them."""
@@ -145,8 +170,8 @@ class Engine(GenerationSide, Protocol):
 
         Raises:
             DataError: a request's id is taken; its prompt is empty, leaves no room for the response or has tokens
-                unknown to the model; a stop token is unknown to the model; or it has stop strings and the engine has no
-                tokenizer.
+                unknown to the model; a stop token is unknown to the model; it has stop strings or a structure, and the
+                engine has no tokenizer; or its earlier tokens do not have its structure.
         """
         ...
 

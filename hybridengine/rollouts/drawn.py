@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+
+from hybridengine.rows.supports import WHOLE
+
+
+@dataclass(frozen=True)
+class DrawnSupports:
+    """Supports of tokens, one after another: without any, all have been drawn from the whole vocabulary."""
+
+    sizes: np.ndarray
+    """Number of words of each, int64 [T]."""
+    words: np.ndarray
+    """int32."""
+
+    @classmethod
+    def of(cls, supports: Sequence[np.ndarray]) -> DrawnSupports:
+        """Return the supports as they are sent and saved."""
+        sizes = np.array([len(one) for one in supports], dtype=np.int64)
+        return cls(sizes, np.concatenate([WHOLE, *supports]))
+
+    def each(self, num_tokens: int) -> list[np.ndarray]:
+        """Return the support of each of the tokens."""
+        if not len(self.words):
+            return [WHOLE] * num_tokens
+        return np.split(self.words, np.cumsum(self.sizes)[:-1])
 
 
 @dataclass(frozen=True)
@@ -26,6 +50,8 @@ class Drawn:
     """Versions of the weights that drew them, int32 [T]."""
     routes: tuple[np.ndarray, ...] = ()
     """New experts of each response's tokens, [n, L, K] (`Response.routes`); none unless engines keep them."""
+    supports: DrawnSupports = field(default_factory=lambda: DrawnSupports.of(()))
+    """Supports of the tokens (`Response.supports`)."""
 
     @property
     def num_tokens(self) -> int:

@@ -26,7 +26,7 @@ from safetensors.numpy import load_file, save_file
 from hybridengine.config import RunConfig
 from hybridengine.config.sections import StalenessSection
 from hybridengine.errors import CheckpointError, WorkerError
-from hybridengine.rollouts.drawn import Drawn
+from hybridengine.rollouts.drawn import Drawn, DrawnSupports
 
 QUEUE_FILE = "rollouts.safetensors"
 """File of a checkpoint with the responses in flight."""
@@ -48,6 +48,8 @@ class Rollout:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    supports: list[np.ndarray] = field(default_factory=list, compare=False)
+    """Support of each token's draw (`rows/supports.py`)."""
     routes: list[np.ndarray] = field(default_factory=list)
     """Experts of consecutive tokens of prompt and response, [n, L, K] each; none unless engines keep them."""
     has_ended: bool = False
@@ -130,6 +132,7 @@ class RolloutQueue:
 
     def record(self, drawn: Drawn) -> None:
         """Add new tokens to their responses; WorkerError for a response that is not there or has ended."""
+        supports = drawn.supports.each(drawn.num_tokens)
         for index, (number, has_ended, place) in enumerate(drawn.parts()):
             rollout = self._rollouts.get(number)
             if rollout is None or rollout.has_ended:
@@ -139,6 +142,7 @@ class RolloutQueue:
             rollout.tokens += drawn.tokens[place].tolist()
             rollout.log_probs += drawn.log_probs[place].tolist()
             rollout.versions += drawn.versions[place].tolist()
+            rollout.supports += supports[place]
             rollout.routes += drawn.routes[index : index + 1]
             rollout.has_ended = has_ended
             prompt = number // self.samples
@@ -203,6 +207,7 @@ class RolloutQueue:
         """Return everything in the queue as arrays, for a checkpoint."""
         rollouts = [*self._rollouts.values()]
         routes = [part for rollout in rollouts for part in rollout.routes]
+        supports = DrawnSupports.of([one for rollout in rollouts for one in rollout.supports])
         return {
             "settings": np.array([*self._settings.values()], dtype=np.int64),
             "counters": np.array(
@@ -217,6 +222,11 @@ class RolloutQueue:
                 [one for rollout in rollouts for one in rollout.log_probs], dtype=np.float32
             ),
             "versions": np.array([one for rollout in rollouts for one in rollout.versions], dtype=np.int32),
+            **(
+                {"support_sizes": supports.sizes, "support_words": supports.words}
+                if len(supports.words)
+                else {}
+            ),
             "route_lengths": np.array([rollout.num_routed for rollout in rollouts], dtype=np.int64),
             **({"routes": np.concatenate(routes)} if routes else {}),
         }
@@ -240,9 +250,14 @@ class RolloutQueue:
         self._rollouts = {number: Rollout(number) for number in state["numbers"].tolist()}
         ends = np.cumsum(state["lengths"]).tolist()
         places = zip(state["lengths"].tolist(), ends, state["has_ended"].tolist(), strict=True)
+        saved = DrawnSupports.of(())
+        if "support_words" in state:
+            saved = DrawnSupports(state["support_sizes"], state["support_words"])
+        supports = saved.each(len(state["tokens"]))
         for rollout, (length, end, has_ended) in zip(self._rollouts.values(), places, strict=True):
             for name in ("tokens", "log_probs", "versions"):
                 setattr(rollout, name, state[name][end - length : end].tolist())
+            rollout.supports = supports[end - length : end]
             rollout.has_ended = has_ended
         if "routes" in state:
             parts = np.split(state["routes"], np.cumsum(state["route_lengths"])[:-1])
