@@ -178,7 +178,9 @@ class Engine(GenerationSide, Protocol):
     def advance(self, num_steps: int = 1) -> list[Response]:
         """Take up to `num_steps` steps while requests are unfinished; return the responses that have ended.
 
-        Raises StorageError if the engine has no weights, because it is in training mode.
+        Raises:
+            StorageError: the engine has no weights, because it is in training mode.
+            DataError: no token of the model continues a response in its structure.
         """
         ...
 

@@ -211,9 +211,10 @@ def rollout_metrics(
         keep.sum(),
         masked_sum(kl, mask),
         rows["prompt_lengths"].sum(),
+        cut_responses(rows["response_lengths"], mask.size(1)).sum(),
     ]
     sums = torch.stack([torch.tensor(float(len(rows))), *parts]).double()
-    num_rows, num_tokens, scores, num_scored, kl_sum, prompts = across.sum(sums).tolist()
+    num_rows, num_tokens, scores, num_scored, kl_sum, prompts, num_cut = across.sum(sums).tolist()
     if not num_scored:
         raise DataError(
             f"none of the {int(num_rows)} responses of this step has a score; look at the reward function's failures"
@@ -221,6 +222,7 @@ def rollout_metrics(
     metrics = {
         keys.REWARD_MEAN: scores / num_scored,
         "rollout/dropped_rows": num_rows - num_scored,
+        "rollout/cut_responses": num_cut,
         keys.KL_MEAN: kl_sum / max(1.0, num_tokens),
         keys.RESPONSE_TOKENS_MEAN: num_tokens / num_rows,
         **_length_quantiles(rows, across),

@@ -12,6 +12,7 @@ from hybridengine.backends.vllm.adapters import LoadedAdapters
 from hybridengine.backends.vllm.routes import RequestRoutes
 from hybridengine.backends.vllm.structures import go_on, structured_params
 from hybridengine.backends.vllm.supports import RequestSupports
+from hybridengine.errors import DataError
 
 
 def position_seed(seed: int, position: int) -> int:
@@ -128,6 +129,12 @@ class RunningRequests:
             response.versions += [version] * len(drawn.token_ids)
             if self._supports is not None and response.supports is not None:
                 response.supports += self._supports.of(name, len(drawn.token_ids))
+            if drawn.finish_reason == "error":
+                self._pop(name)
+                raise DataError(
+                    f"response {output.request_id} cannot have the form that is asked of it: no token of the model goes"
+                    f" on after its {len(response.token_ids) - 1} tokens; write a form that ends"
+                )
             if output.finished:
                 response.finish_reason = drawn.finish_reason
                 self._ended.append(self._pop(name))

@@ -7,6 +7,7 @@ taken to where its earlier tokens have led.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ def check_structure(
 ) -> None:
     """Raise ConfigError unless vLLM takes the form of responses, and some token may begin one."""
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, validate_xgrammar_grammar
     from vllm.v1.structured_output.request import get_structured_output_key
 
@@ -51,8 +53,8 @@ def check_structure(
         grammar = backend.compile_grammar(kind, text, stop_token_ids=set(stop_token_ids))
         mask = backend.allocate_token_bitmask(1)
         grammar.fill_bitmask(mask, 0)
-    except (ValueError, RuntimeError) as error:
-        why = " ".join(str(error).split())
+    except (VLLMValidationError, ValueError, RuntimeError) as error:
+        why = " ".join(re.sub(r"\[\S+\] \S+:\d+: ", "", str(error)).split())  # without xgrammar's own lines
         raise ConfigError(
             f"rollout.structure={_shown(structure)} is refused by the engine: {why}; write another form, or leave"
             " rollout.structure out"

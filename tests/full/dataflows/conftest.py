@@ -26,6 +26,7 @@ def started(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> Itera
         "cost": {"terms": {"tokens": {"function": "hybridengine.data.tasks:length_cost", "weight": 2.0}}},
         "cost_critic": SECTIONS["critic"],
         "actor": SECTIONS["actor"] | {"kl_loss_coef": 0.01},
+        "rollout": SECTIONS["rollout"] | {"top_p": 0.9, "top_k": 12, "min_p": 0.01},
     }
     (folder / "all.yaml").write_text(yaml.safe_dump(SECTIONS | changes))
     config, _ = claim_run(load_config(folder / "all.yaml"))

@@ -237,6 +237,15 @@ def _refuse_wrong_requests(engine: VllmEngine) -> None:
         generate(engine, [[1], [1]], [1], [SAMPLED] * 2)
     with pytest.raises(DataError, match="2 prompts, 2 seeds and 1 sampling settings were"):
         generate(engine, [[1], [1]], [1, 2], [SAMPLED])
+    for structure in (
+        StructureSection(regex="w001[^\\s\\S]"),
+        StructureSection(choices=("w0019",)),  # of a token and a part of one
+    ):
+        with pytest.raises(DataError, match="no token of the model goes on after its 1 tokens"):
+            generate(engine, [[1]], [1], [replace(STRUCTURED, structure=structure)])
+    wrong_start = Request("0", (1, 3), 1, STRUCTURED, first_position=1)
+    with pytest.raises(DataError, match="the first 1 tokens of response 0 do not have the form"):
+        engine.add([wrong_start])
     request = Request("twice", (1,), 1, SAMPLED)
     with pytest.raises(DataError, match="'twice' already"):
         engine.add([request, request])
