@@ -161,8 +161,7 @@ class RolloutSection(Section):
     temperature: Temperature = 1.0
     """Sampling temperature, in the range that vLLM uses unchanged."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Smallest total probability of the most likely tokens to draw from. Log-probs, entropies and KL are those of the
-    distribution that tokens are drawn from, in the engine, the actor and the reference."""
+    """Smallest total probability of the most likely tokens to draw from."""
     top_k: CountOrZero = 0
     """Number of most likely tokens to draw from; 0 for all."""
     min_p: Share = 0.0

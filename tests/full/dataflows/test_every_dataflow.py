@@ -55,7 +55,7 @@ def test_an_iteration(started: Started, name: str) -> None:
     called = {record.role for record in exchange.take_records()}
     assert called - {"prompts", "compute"} == set(algorithm_class(name).roles)
     assert all(math.isfinite(value) for value in metrics.values())
-    assert metrics["rollout/dropped_rows"] == 0
+    assert metrics["rollout/dropped_rows"] == metrics["rollout/cut_responses"] == 0
     assert metrics["reward/short_mean"] == pytest.approx(-metrics["reward/mean"]), (
         "the only term, weighted by -1"
     )

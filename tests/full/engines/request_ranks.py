@@ -32,6 +32,7 @@ TRUNCATED = [
     SamplingSettings(NEW_TOKENS, 1.5, top_p=0.3),
     SamplingSettings(NEW_TOKENS, 1.5, min_p=0.5),
 ]
+NUM_DRAWS = 600
 STRUCTURE = StructureSection(regex="(w0(01|02|13)){2,4}(w1[0-2][0-9]){1,3}")
 """Form of responses, in the tokenizer's words without spaces, as vLLM's grammars read them."""
 STRUCTURED = SamplingSettings(NEW_TOKENS, 1.5, top_k=20, stop_token_ids=(4,), structure=STRUCTURE)
@@ -59,6 +60,8 @@ class Seen:
     """Responses when neither a forward pass nor the KV cache has room for all requests."""
     truncated: list[list[Response]]
     """Responses under each of `TRUNCATED`."""
+    first_tokens: list[list[int]]
+    """First tokens of `NUM_DRAWS` responses to the second prompt, under each of `TRUNCATED`."""
     greedy: list[Response]
     stopped: list[Response]
     """Greedy responses that end at the tokens of `stop_token_ids`."""
@@ -106,6 +109,7 @@ def exercise_engine(rank: int, folder: Path, generation: GenerationGrid) -> Seen
         continued=_continue(engine, sampled, SAMPLED),
         crowded=_crowd(engine),
         truncated=[generate(engine, PROMPTS, SEEDS, every(sampling)) for sampling in TRUNCATED],
+        first_tokens=[_draw_often(engine, replace(sampling, max_tokens=1)) for sampling in TRUNCATED],
         greedy=greedy,
         stopped=generate(
             engine, PROMPTS, SEEDS, every(SamplingSettings(NEW_TOKENS, 0.0, stop_token_ids=stops))
@@ -136,6 +140,11 @@ def _finish(engine: VllmEngine, ended: Sequence[Response] = ()) -> list[Response
     while engine.num_unfinished:
         found += engine.advance()
     return sorted(found, key=lambda response: int(response.request_id))
+
+
+def _draw_often(engine: VllmEngine, sampling: SamplingSettings) -> list[int]:
+    found = generate(engine, [PROMPTS[1]] * NUM_DRAWS, range(NUM_DRAWS), [sampling] * NUM_DRAWS)
+    return [response.token_ids[0] for response in found]
 
 
 def _come_and_go(engine: VllmEngine) -> list[Response]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chi2
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -22,6 +23,7 @@ from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import GenSizes, TrainSizes
 from tests.full.engines.request_ranks import (
     NEW_TOKENS,
+    NUM_DRAWS,
     PROMPTS,
     STRUCTURE,
     TRUNCATED,
@@ -138,6 +140,22 @@ def test_supports_are_the_tokens_that_the_settings_keep(ranks: list[Seen], model
         for one, other in zip(seen.truncated, ranks[0].truncated, strict=True):
             for mine, theirs in zip(one, other, strict=True):
                 assert [*map(list, mine.supports or ())] == [*map(list, theirs.supports or ())]
+
+
+def test_tokens_are_drawn_with_their_renormalized_probabilities(ranks: list[Seen], model: Path):
+    """Pearson's chi-square of the first tokens of many responses; seeds are fixed."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for sampling, drawn in zip(TRUNCATED, ranks[0].first_tokens, strict=True):
+        response = Response("", token_ids=drawn[:1])
+        probs = truncated_by_hand(reference, PROMPTS[1], response, sampling)[0].exp().numpy()
+        counts = np.bincount(drawn, minlength=len(probs))
+        assert not counts[probs == 0].any()
+        common = probs * NUM_DRAWS >= 5  # the others count together
+        observed = np.append(counts[common], counts[~common].sum())
+        expected = np.append(probs[common], probs[~common].sum()) * NUM_DRAWS
+        kept = expected > 0
+        statistic = float(((observed - expected)[kept] ** 2 / expected[kept]).sum())
+        assert chi2.sf(statistic, kept.sum() - 1) > 1e-3
 
 
 def tokens_in(support: np.ndarray, vocab_size: int) -> set[int]:
