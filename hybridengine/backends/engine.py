@@ -59,8 +59,8 @@ def _check_temperature(value: float) -> float:
 class SamplingSettings(_Checked):
     """Sampling settings of a response; DataError if a value is out of range.
 
-    Log-probs are those of the distribution that tokens are drawn from, after temperature, top_k, top_p and min_p. At
-    temperature 0 they are the model's own, over all tokens.
+    Log-probs are those of the distribution that tokens are drawn from, after temperature, top_k, top_p, min_p and the
+    structure. At temperature 0 they are the model's own, over all tokens that the structure allows.
     """
 
     max_tokens: Annotated[int, Field(ge=1)]
