@@ -23,6 +23,7 @@ from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTraine
 from hybridengine.backends.megatron.weights import fingerprint_of, load_weights, start_adapters
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
 from hybridengine.backends.predictions import Predictions
+from hybridengine.backends.supports import Supports
 from hybridengine.checkpoints.conversion import read_role
 from hybridengine.config import RunConfig
 from hybridengine.config.role_sections import MegatronSettings, TrainedSection
@@ -94,6 +95,10 @@ class ModelWorker:
         """Return log-probs and entropies of response tokens, [b, r] each, by default at the rollout's temperature."""
         temperature = self.run.rollout.temperature if temperature is None else temperature
         return response_log_probs(predictions, columns, temperature)
+
+    def squared_probs_of(self, predictions: Predictions, columns: MicroBatch) -> Tensor:
+        """Return the sum of squared probabilities of each response token's distribution, [b, r], at its temperature."""
+        return predictions.squared_probs(self.run.rollout.temperature, Supports.of_columns(columns))
 
 
 class TrainedWorker(ModelWorker):
