@@ -38,6 +38,7 @@ from hybridengine.rows.protocols import (
     RankContext,
     register,
 )
+from hybridengine.rows.supports import SUPPORTS
 from hybridengine.topology.grid import group_with
 from hybridengine.topology.links import NodeMap
 from hybridengine.weights.digests import digests
@@ -50,7 +51,7 @@ from workers.episodes import TOKEN_COLUMNS, EpisodeRollouts, respond_by_episodes
 from workers.model_worker import TrainedWorker
 from workers.prompts import EPISODE_ROWS
 from workers.responses import respond
-from workers.rollouts import ROLLOUT_COLUMNS, engine_tokenizer, rollouts_of
+from workers.rollouts import ROLLOUT_COLUMNS, rollouts_of
 
 LOSS_COLUMNS = ("weights", "ref_log_probs", "covariant")
 """Columns of the actor's losses that only some batches have."""
@@ -82,7 +83,7 @@ class ActorWorker(TrainedWorker):
             folder,
             self.shape,
             generation,
-            EngineSettings.of(run, tokenizer or engine_tokenizer(run)),
+            EngineSettings.of(run, tokenizer),
             # Differs between nodes: across them, vLLM on a CPU uses torch.distributed as well.
             identity=f"hybridengine-{os.environ['MASTER_PORT']}-{context.node}",
         )
@@ -163,13 +164,11 @@ class ActorWorker(TrainedWorker):
         """
         seeds = ((first_seed + prompts[ROW_NUMBERS]) % 2**31).tolist()
         padding = self._stop_token_ids[0] if self._stop_token_ids else 0
+        rollout = self.run.rollout
         if isinstance(self._rollouts, EpisodeRollouts):
-            section = self.run.rollout
-            return respond_by_episodes(self._rollouts, prompts, seeds, section, padding, greedy=greedy)
-        sampling = SamplingSettings(
-            max_tokens=self.run.rollout.max_response_tokens,
-            temperature=0.0 if greedy else self.run.rollout.temperature,
-            stop_token_ids=self._stop_token_ids,
+            return respond_by_episodes(self._rollouts, prompts, seeds, rollout, padding, greedy=greedy)
+        sampling = SamplingSettings.of(
+            rollout, rollout.max_response_tokens, self._stop_token_ids, greedy=greedy
         )
         every = [sampling] * len(prompts)
         rows, _ = respond(self._engine, prompts, seeds, every, sampling.max_tokens, padding, self._peers)
@@ -178,11 +177,12 @@ class ActorWorker(TrainedWorker):
     @register(
         PROTO_3D,
         SEQUENCE_COLUMNS,
-        optional=["rollout_log_probs", "versions", RESPONSE_MASK, ROUTES],
+        optional=["rollout_log_probs", "versions", RESPONSE_MASK, ROUTES, SUPPORTS],
         returns_rows=True,
     )
     def compute_log_probs(self, rollout: TensorDictBase, squares: bool = False) -> TensorDict | None:
-        """Return `log_probs` and `entropies` [B, R] of the response tokens under the training model.
+        """Return `log_probs` and `entropies` [B, R] of the response tokens under the training model, of the distributions
+        that they were drawn from.
 
         With `squares`, also `squared_probs` [B, R], the sum over the vocabulary of each token's squared probabilities.
 
@@ -194,7 +194,7 @@ class ActorWorker(TrainedWorker):
         def outputs(output: Predictions, columns: dict[str, Tensor]) -> dict[str, Tensor]:
             log_probs, entropies = self.log_probs_of(output, columns)
             found = {"log_probs": log_probs, "entropies": entropies}
-            return found | ({"squared_probs": self.squared_probs_of(output)} if squares else {})
+            return found | ({"squared_probs": self.squared_probs_of(output, columns)} if squares else {})
 
         result = self.forward_rows(rollout, outputs)
         bound = self.run.guards.log_prob_drift
@@ -206,7 +206,7 @@ class ActorWorker(TrainedWorker):
             check_drift(rollout[rows], result["log_probs"][rows], bound, self._save_reproduction)
         return result
 
-    @register(PROTO_3D, SEQUENCE_COLUMNS, returns_rows=True)
+    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=[SUPPORTS], returns_rows=True)
     def compute_base_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
         """Return `ref_log_probs` [B, R] of the response tokens, under the frozen weights without adapters."""
         return self.forward_rows(
@@ -233,7 +233,10 @@ class ActorWorker(TrainedWorker):
     @register(
         PROTO_3D,
         [*SEQUENCE_COLUMNS, "log_probs", "advantages"],
-        optional=["keep", "trained", "versions", *LOSS_COLUMNS, RESPONSE_MASK, ROUTES, ROW_NUMBERS],
+        optional=[
+            *("keep", "trained", "versions", *LOSS_COLUMNS),
+            *(RESPONSE_MASK, ROUTES, SUPPORTS, ROW_NUMBERS),
+        ],
     )
     def update(
         self, batch: TensorDictBase, algorithm: Algorithm | None = None, version: int | None = None
@@ -284,7 +287,7 @@ class ActorWorker(TrainedWorker):
     @register(
         PROTO_3D,
         [*SEQUENCE_COLUMNS, "ref_log_probs", "scores", "dropped"],
-        optional=[RESPONSE_MASK, ROUTES, ROW_NUMBERS],
+        optional=[RESPONSE_MASK, ROUTES, SUPPORTS, ROW_NUMBERS],
     )
     def update_preferences(
         self, batch: TensorDictBase, algorithm: Algorithm | None = None

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from hybridengine.backends.engine import Request, Response, SamplingSettings
 from hybridengine.backends.lead import Lead
@@ -24,10 +24,11 @@ from hybridengine.config.sections import RolloutSection
 from hybridengine.episodes import wire
 from hybridengine.episodes.processes import Episodes
 from hybridengine.errors import DataError
-from hybridengine.rollouts.drawn import ADDED, CUT, DRAWN, STOPPED, Drawn
+from hybridengine.rollouts.drawn import ADDED, CUT, DRAWN, STOPPED, Drawn, DrawnSupports
 from hybridengine.rollouts.episodes import episode_columns
 from hybridengine.rollouts.queue import Rollout
 from hybridengine.rows.micro_batches import ROUTES, padded_routes
+from hybridengine.rows.supports import SUPPORTS, WHOLE, support_row
 from workers.prompts import EPISODE_ROWS, PromptReader
 
 TOKEN_COLUMNS = ("drawn_log_probs", "drawn_versions", "drawn_marks")
@@ -55,6 +56,8 @@ class _Stream:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
+    supports: list[np.ndarray] = field(default_factory=list)
+    """Support of each token's draw; those of tokens that another engine has drawn are not needed here."""
     turns: list[int] = field(default_factory=list)
     """Place of each turn that has begun: that of the first token added before it."""
     first: int = 0
@@ -75,13 +78,14 @@ class _Stream:
         marks = [ADDED] * len(wanted.added)
         is_known = self.tokens[begin:end] == wanted.added and self.marks[begin:end] == marks
         if not is_known or any(mark != DRAWN for mark in self.marks[end:]):
-            for values in (self.tokens, self.log_probs, self.versions, self.marks):
+            for values in (self.tokens, self.log_probs, self.versions, self.marks, self.supports):
                 del values[begin:]
             self.told = min(self.told, begin)
             self.tokens += wanted.added
             self.log_probs += [0.0] * len(marks)
             self.versions += [-1] * len(marks)
             self.marks += marks
+        self.supports += [WHOLE] * (len(self.tokens) - len(self.supports))
         self.first, self.num_taken = len(self.tokens), 0
 
     def draw(self, response: Response) -> None:
@@ -90,6 +94,7 @@ class _Stream:
         self.log_probs[self.first :] = response.log_probs
         self.versions[self.first :] = response.versions
         self.marks[self.first :] = [DRAWN] * len(response.token_ids)
+        self.supports[self.first :] = response.supports or [WHOLE] * len(response.token_ids)
         if response.finish_reason:
             self.marks[-1] = STOPPED if response.finish_reason == "stop" else CUT
         if response.routes is not None:
@@ -134,7 +139,7 @@ class EpisodeRollouts:
         assert run.rollout.episode is not None, "the run has episodes"
         self._section, self._engine, self._lead = run.rollout.episode, engine, lead
         self._longest, self._stops = run.rollout.max_response_tokens, stop_token_ids
-        self._temperature, self._keeps_routes = run.rollout.temperature, run.rollout.routing_replay
+        self._rollout = run.rollout
         self._reader = PromptReader(run)
         self._greedy = False
         self._streams: dict[int, _Stream] = {}
@@ -230,18 +235,16 @@ class EpisodeRollouts:
             text = "it added other tokens than before its engine changed, and experts of those after them are known"
             return self._end(stream, wire.Ended(stream.number, kind="process", text=text, turn=wanted.turn))
         begun = stream.first - stream.turns[-1] - len(wanted.added)
-        sampling = SamplingSettings(
-            max_tokens=wanted.max_tokens - begun,
-            temperature=0.0 if self._greedy else self._temperature,
-            stop_token_ids=(*self._stops, *wanted.stop_token_ids),
-            stop_strings=tuple(wanted.stop_strings),
-        )
+        stops = (*self._stops, *wanted.stop_token_ids)
+        sampling = SamplingSettings.of(self._rollout, wanted.max_tokens - begun, stops, greedy=self._greedy)
+        sampling = replace(sampling, stop_strings=(*sampling.stop_strings, *wanted.stop_strings))
         request = Request(
             str(stream.number),
             (*stream.prompt, *stream.tokens),
             stream.seed,
             sampling,
             first_position=stream.first,
+            num_read=begun,
             num_routed=stream.num_routed,
         )
         self._engine.add([request])
@@ -292,7 +295,10 @@ class EpisodeRollouts:
             versions=joined("versions", np.int32),
             marks=joined("marks", np.uint8),
             kept=np.array(kept, dtype=np.int64),
-            routes=tuple(one.take_routes() for one in streams) if self._keeps_routes else (),
+            routes=tuple(one.take_routes() for one in streams) if self._rollout.routing_replay else (),
+            supports=DrawnSupports.of(
+                [part for one, told in zip(streams, kept, strict=True) for part in one.supports[told:]]
+            ),
             outcomes={one.number: one.outcome for one in streams if one.outcome is not None},
         )
         for one in streams:
@@ -326,8 +332,9 @@ def respond_by_episodes(
     try:
         while len(rollouts):
             drawn = rollouts.advance(STEPS)
+            supports = drawn.supports.each(drawn.num_tokens)
             for index, (number, has_ended, place) in enumerate(drawn.parts()):
-                known[number].record(drawn, index, place, has_ended=has_ended)
+                known[number].record(drawn, index, place, supports, has_ended=has_ended)
     finally:
         rollouts.withdraw()  # episodes remain only after a failure or an interrupt
     tokens = torch.full((count, prompts["prompt_tokens"].size(1) + width), padding)
@@ -343,6 +350,9 @@ def respond_by_episodes(
         "rollout_log_probs": log_probs,
         **episode_columns([*known.values()], section),
     }
+    if any(len(one) for rollout in known.values() for one in rollout.supports):
+        rows = (support_row(rollout.supports) for rollout in known.values())
+        found[SUPPORTS] = NonTensorStack(*rows)
     if section.routing_replay:
         routes = [np.concatenate(rollout.routes) for rollout in known.values()]
         found[ROUTES] = padded_routes(routes, tokens.size(1))

@@ -19,7 +19,7 @@ from hybridengine.weights.hybrid_engine import WeightPush
 from hybridengine.weights.link import Link
 from hybridengine.weights.storage import WeightStorage
 from workers.episodes import TOKEN_COLUMNS
-from workers.rollouts import ROLLOUT_COLUMNS, engine_tokenizer, rollouts_of
+from workers.rollouts import ROLLOUT_COLUMNS, rollouts_of
 
 
 class EngineWorker:
@@ -68,7 +68,7 @@ class GenerationWorker(EngineWorker):
     def __init__(
         self, context: RankContext, run: RunConfig, folder: str | Path, stop_token_ids: tuple[int, ...] = ()
     ) -> None:
-        super().__init__(context, run, folder, tokenizer=engine_tokenizer(run))
+        super().__init__(context, run, folder)
         self._rollouts = rollouts_of(run, self._engine, self._generation, context.rank, stop_token_ids)
 
     @register(PROTO_3D, ROLLOUT_COLUMNS, optional=TOKEN_COLUMNS)

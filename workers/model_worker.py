@@ -23,6 +23,7 @@ from hybridengine.backends.megatron.trainer import MegatronModel, MegatronTraine
 from hybridengine.backends.megatron.weights import fingerprint_of, load_weights, start_adapters
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
 from hybridengine.backends.predictions import Predictions
+from hybridengine.backends.supports import Supports
 from hybridengine.checkpoints.conversion import read_role
 from hybridengine.config import RunConfig
 from hybridengine.config.role_sections import MegatronSettings, TrainedSection
@@ -95,9 +96,9 @@ class ModelWorker:
         temperature = self.run.rollout.temperature if temperature is None else temperature
         return response_log_probs(predictions, columns, temperature)
 
-    def squared_probs_of(self, predictions: Predictions) -> Tensor:
+    def squared_probs_of(self, predictions: Predictions, columns: MicroBatch) -> Tensor:
         """Return the sum of squared probabilities of each response token's distribution, [b, r], at its temperature."""
-        return predictions.squared_probs(self.run.rollout.temperature)
+        return predictions.squared_probs(self.run.rollout.temperature, Supports.of_columns(columns))
 
 
 class TrainedWorker(ModelWorker):

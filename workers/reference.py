@@ -11,6 +11,7 @@ from hybridengine.backends.megatron.offload import WeightOffload
 from hybridengine.config import RunConfig
 from hybridengine.rows.micro_batches import CLIENT_COLUMNS, SEQUENCE_COLUMNS
 from hybridengine.rows.protocols import PROTO_3D, RankContext, register
+from hybridengine.rows.supports import SUPPORTS
 from workers.model_worker import ModelWorker
 from workers.scoring import score_rows
 
@@ -23,9 +24,9 @@ class ReferenceWorker(ModelWorker):
         offloads = run.reference.offload == "weights"
         self._on_device = WeightOffload(self.model.weights).on_device if offloads else contextlib.nullcontext
 
-    @register(PROTO_3D, SEQUENCE_COLUMNS, returns_rows=True)
+    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=[SUPPORTS], returns_rows=True)
     def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
-        """Return `ref_log_probs` [B, R] of the response tokens."""
+        """Return `ref_log_probs` [B, R] of the response tokens, among the tokens that could be drawn there."""
         with self._on_device():
             return self.forward_rows(
                 rollout, lambda output, columns: {"ref_log_probs": self.log_probs_of(output, columns)[0]}

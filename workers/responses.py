@@ -6,15 +6,17 @@ Shapes: B rows, P prompt tokens, R response tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from hybridengine.backends.engine import Request, Response, SamplingSettings, generate
 from hybridengine.backends.levelling import Peers, respond_together
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.rows.micro_batches import ROUTES, padded_routes
 from hybridengine.rows.protocols import ROW_NUMBERS
+from hybridengine.rows.supports import SUPPORTS, support_row
 
 SAMPLE_COLUMNS = ("prompt_tokens", "prompt_lengths", "seeds", ROW_NUMBERS)
 """Columns of rows to sample."""
@@ -33,8 +35,8 @@ def respond(
 
     Reads `prompt_tokens` [B, P] and `prompt_lengths` [B]. Rows have `tokens` [B, P + R], `response_lengths` [B] and
     `rollout_log_probs` [B, R], with R = `width`; `padding` is the token after a response.
-    An engine that keeps its experts adds `routes` [B, P + R, L, K] of all tokens but each row's last. With `peers`, the
-    engines of all replicas share their rows (`respond_together`).
+    An engine that keeps its experts adds `routes` [B, P + R, L, K] of all tokens but each row's last, and one that keeps
+    supports the column `SUPPORTS`. With `peers`, the engines of all replicas share their rows (`respond_together`).
     """
     lengths, padded = prompts["prompt_lengths"].tolist(), prompts["prompt_tokens"]
     rows = [row[:length] for row, length in zip(padded.tolist(), lengths, strict=True)]
@@ -53,7 +55,7 @@ def respond(
         sequence = prompt + output.token_ids
         tokens[row, : len(sequence)] = torch.tensor(sequence)
         log_probs[row, : len(output.log_probs)] = torch.tensor(output.log_probs)
-    columns = {
+    columns: dict[str, Any] = {
         "tokens": tokens,
         "response_lengths": torch.tensor([len(output.token_ids) for output in outputs]),
         "rollout_log_probs": log_probs,
@@ -61,6 +63,9 @@ def respond(
     routes = [output.routes for output in outputs]
     if rows and routes[0] is not None:
         columns[ROUTES] = padded_routes([one for one in routes if one is not None], tokens.size(1))
+    supports = [support_row(output.supports) for output in outputs if output.supports is not None]
+    if supports:
+        columns[SUPPORTS] = NonTensorStack(*supports)
     return TensorDict(columns, batch_size=[len(rows)]), outputs
 
 

@@ -11,7 +11,7 @@ from hybridengine.backends.engine import Request, Response, SamplingSettings
 from hybridengine.backends.lead import Lead
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.config import RunConfig
-from hybridengine.rollouts.drawn import Drawn
+from hybridengine.rollouts.drawn import Drawn, DrawnSupports
 from hybridengine.topology.generation import GenerationGrid
 from workers.episodes import EpisodeRollouts
 from workers.prompts import PromptReader
@@ -19,11 +19,6 @@ from workers.prompts import PromptReader
 ROLLOUT_COLUMNS = ("numbers", "prompt_numbers", "seeds", "drawn_tokens", "drawn_lengths", "drawn_routes")
 """Columns of responses to draw: `numbers`, `prompt_numbers`, `seeds`, `drawn_lengths` and `drawn_routes`, the number of
 tokens whose experts are known, [B], and `drawn_tokens` [B, D]."""
-
-
-def engine_tokenizer(run: RunConfig) -> str | None:
-    """Return the folder of the tokenizer that engines need for stop strings, which functions of episodes may give."""
-    return str(run.tokenizer_folder) if run.rollout.episode is not None else None
 
 
 def rollouts_of(
@@ -40,7 +35,7 @@ class EngineRollouts:
 
     def __init__(self, run: RunConfig, engine: VllmEngine, stop_token_ids: tuple[int, ...]) -> None:
         self._longest = run.rollout.max_response_tokens
-        self._sampling = {"temperature": run.rollout.temperature, "stop_token_ids": stop_token_ids}
+        self._rollout, self._stop_token_ids = run.rollout, stop_token_ids
         self._engine = engine
         self._reader = PromptReader(run)
         self._told: dict[str, int] = {}
@@ -60,7 +55,7 @@ class EngineRollouts:
                     str(int(rows["numbers"][row])),
                     (*prompt, *drawn),
                     int(rows["seeds"][row]),
-                    SamplingSettings(max_tokens=self._longest - len(drawn), **self._sampling),
+                    SamplingSettings.of(self._rollout, self._longest - len(drawn), self._stop_token_ids),
                     first_position=len(drawn),
                     num_routed=int(rows["drawn_routes"][row]),
                 )
@@ -115,6 +110,13 @@ class EngineRollouts:
             log_probs=joined("log_probs", np.float32),
             versions=joined("versions", np.int32),
             routes=tuple(routes),
+            supports=DrawnSupports.of(
+                [
+                    one
+                    for response, begin in zip(news, begins, strict=True)
+                    for one in (response.supports or ())[begin:]
+                ]
+            ),
         )
 
     def _is_news(self, response: Response) -> bool:

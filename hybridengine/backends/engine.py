@@ -15,6 +15,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from hybridengine.config.loading import rule
+from hybridengine.config.sections import RolloutSection, StructureSection
 from hybridengine.errors import DataError, StorageError, shown
 from hybridengine.reshard.layout import Layout
 from hybridengine.weights.hybrid_engine import GenerationSide
@@ -58,8 +59,8 @@ def _check_temperature(value: float) -> float:
 class SamplingSettings(_Checked):
     """Sampling settings of a response; DataError if a value is out of range.
 
-    Log-probs are those of the distribution that tokens are drawn from, after temperature, top_k, top_p and min_p. At
-    temperature 0 they are the model's own, over all tokens.
+    Log-probs are those of the distribution that tokens are drawn from, after temperature, top_k, top_p, min_p and the
+    structure. At temperature 0 they are the model's own, over all tokens that the structure allows.
     """
 
     max_tokens: Annotated[int, Field(ge=1)]
@@ -76,8 +77,30 @@ class SamplingSettings(_Checked):
     """Tokens that end a response and are its last token; no other token ends a response."""
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a response when its tokens, decoded with special tokens, contain one; requires a tokenizer."""
+    structure: InstanceOf[StructureSection] | None = None
+    """Form of the response, which its last stop token ends; requires a tokenizer."""
     adapter: str = ""
     """PEFT folder of the adapters that draw the response, for an engine that loads them; empty for the weights alone."""
+
+    @classmethod
+    def of(
+        cls, rollout: RolloutSection, max_tokens: int, stop_token_ids: TokenIds, *, greedy: bool = False
+    ) -> SamplingSettings:
+        """Return the settings of a run's responses; those of `greedy` ones draw the most likely tokens of the form."""
+        drawn = {} if greedy else {name: getattr(rollout, name) for name in ("top_p", "top_k", "min_p")}
+        return cls(
+            max_tokens=max_tokens,
+            temperature=0.0 if greedy else rollout.temperature,
+            stop_token_ids=stop_token_ids,
+            stop_strings=rollout.stop,
+            structure=rollout.structure,
+            **drawn,
+        )
+
+    @property
+    def reads_text(self) -> bool:
+        """True if the engine needs a tokenizer."""
+        return bool(self.stop_strings) or self.structure is not None
 
 
 @pydantic_dataclass(frozen=True)
@@ -92,6 +115,8 @@ class Request(_Checked):
     sampling: InstanceOf[SamplingSettings]
     first_position: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Position in the response of the first token to draw; the prompt ends with this number of earlier tokens."""
+    num_read: Annotated[int, Field(ge=0)] | None = None
+    """Last tokens of the prompt in which stop strings and the structure have begun; by default `first_position`."""
     num_routed: Annotated[int, Field(ge=0)] = 0
     """First tokens of the prompt whose experts are known: the response tells those of the other tokens."""
 
@@ -106,6 +131,8 @@ class Response:
     """Log-probability of each token under the distribution that it was drawn from."""
     versions: list[int] = field(default_factory=list)
     """Version of the weights that produced each token."""
+    supports: list[np.ndarray] | None = None
+    """Support of each token's draw (`rows/supports.py`). None unless the engine keeps them."""
     routes: np.ndarray | None = None
     """Experts that computed each token of prompt and response after the `num_routed` first, [N, L, K] with L layers of K
     experts each; the last token of the response has none. None unless the engine keeps them."""
@@ -145,15 +172,17 @@ class Engine(GenerationSide, Protocol):
 
         Raises:
             DataError: a request's id is taken; its prompt is empty, leaves no room for the response or has tokens
-                unknown to the model; a stop token is unknown to the model; or it has stop strings and the engine has no
-                tokenizer.
+                unknown to the model; a stop token is unknown to the model; it has stop strings or a structure, and the
+                engine has no tokenizer; or its earlier tokens do not have its structure.
         """
         ...
 
     def advance(self, num_steps: int = 1) -> list[Response]:
         """Take up to `num_steps` steps while requests are unfinished; return the responses that have ended.
 
-        Raises StorageError if the engine has no weights, because it is in training mode.
+        Raises:
+            StorageError: the engine has no weights, because it is in training mode.
+            DataError: no token of the model continues a response in its structure.
         """
         ...
 

@@ -118,17 +118,14 @@ class Peers:
 def respond_together(engine: Engine, requests: Sequence[Request], peers: Peers) -> list[Response]:
     """Return the responses to this engine's requests, in order, which other engines may have drawn in part.
 
-    Ids are unique among all engines. Nothing moves if a request has stop strings: one that began before a move would not
-    be found. Collective over the engines.
+    Ids are unique among all engines. Collective over the engines.
     """
     ids = [request.request_id for request in requests]
     levelled = _Levelled(engine, peers)
     try:
         engine.add(requests)
         levelled.requests |= {request.request_id: (peers.place, request) for request in requests}
-        has_strings = any(request.sampling.stop_strings for request in requests)
-        counts: list[tuple[int, bool]] = peers.gather((len(requests), has_strings))
-        may_wait = max(counts)[0] > engine.max_running and not any(strings for _, strings in counts)
+        may_wait = max(peers.gather(len(requests))) > engine.max_running
         if may_wait:
             levelled.draw_levelled()
         levelled.draw()
@@ -181,6 +178,8 @@ class _Levelled:
             return response
         names = ("token_ids", "log_probs", "versions")
         joined: dict[str, Any] = {name: getattr(before, name) + getattr(response, name) for name in names}
+        if before.supports is not None and response.supports is not None:
+            joined["supports"] = before.supports + response.supports
         if before.routes is not None and response.routes is not None:
             joined["routes"] = np.concatenate([before.routes, response.routes])
         return replace(response, **joined)

@@ -18,9 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridengine.backends.places import Places
+from hybridengine.backends.supports import Supports
 
 BLOCK_ENTRIES = 2**25
 """Largest number of logits that exist at a time: 128 MiB in float32."""
+OUTSIDE = -1e20
+"""Logit of a token that could not be drawn: its probability is zero, and sums with it are finite."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,13 @@ class Predictions:
         places, outputs = self.places[index]
         return replace(self, hidden_NH=self.hidden_NH[outputs], places=places)
 
-    def log_probs(self, targets_BT: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+    def log_probs(
+        self, targets_BT: Tensor, temperature: float | Tensor = 1.0, supports: Supports | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return (log-probability of each target, entropy) under softmax(logits / temperature), both [B, T] float32.
 
-        A tensor of temperatures is broadcast to the targets. Positions without a prediction, such as those beyond a
-        row's end, have zeros.
+        A tensor of temperatures is broadcast to the targets. With `supports` [B, T], the softmax is over these tokens
+        alone, which include the target. Positions without a prediction, such as those beyond a row's end, have zeros.
         """
         temperatures = torch.as_tensor(temperature, dtype=torch.float32, device=targets_BT.device)
         log_probs_N, entropies_N = _LogProbs.apply(
@@ -60,6 +65,7 @@ class Predictions:
             self.places.of(temperatures.expand_as(targets_BT)).unsqueeze(-1),
             self.vocab_size,
             self.group,
+            None if supports is None else supports.at(self.places),
         )
         return self.places.spread(log_probs_N), self.places.spread(entropies_N)
 
@@ -77,17 +83,20 @@ class Predictions:
             ids[rows], log_probs[rows] = most_likely(logits, count, self.vocab_size, self.group)
         return self.places.spread(ids), self.places.spread(log_probs)
 
-    def squared_probs(self, temperature: float = 1.0) -> Tensor:
+    def squared_probs(self, temperature: float = 1.0, supports: Supports | None = None) -> Tensor:
         """Return the sum over the vocabulary of squared probabilities, [B, T] float32, the chance that two draws agree.
 
-        Not differentiable. The probabilities are softmax(logits / temperature).
+        Not differentiable. The probabilities are those of `log_probs`.
         """
         hidden_NH, weight_WH = self.hidden_NH.detach(), self.weight_WH.detach()
         first = self.group.rank() * len(weight_WH)
         weight_VH = weight_WH[: max(0, min(len(weight_WH), self.vocab_size - first))]
+        at = None if supports is None else supports.at(self.places)
+        drawable = _Drawable(at, first, len(weight_VH), self.vocab_size)
         sums_2N = hidden_NH.new_full((2, len(hidden_NH)), -torch.inf, dtype=torch.float32)
         for rows, (logits,) in _blocks(hidden_NH, weight_VH, num_buffers=1):
             scaled = _logits(hidden_NH[rows], weight_VH, logits).div_(temperature)
+            drawable.mask_(scaled, rows)
             sums_2N[0, rows] = scaled.logsumexp(-1)
             sums_2N[1, rows] = scaled.mul_(2.0).logsumexp(-1)
         gathered = [torch.empty_like(sums_2N) for _ in range(self.group.size())]
@@ -132,6 +141,7 @@ class _LogProbs(torch.autograd.Function):
         temperature_N1: Tensor,
         vocab_size: int,
         group: dist.ProcessGroup,
+        supports: Supports | None,
     ) -> tuple[Tensor, Tensor]:
         num_tokens, width = len(hidden_NH), len(weight_WH)
         first = group.rank() * width
@@ -143,8 +153,10 @@ class _LogProbs(torch.autograd.Function):
             hidden_NH.new_full((num_tokens,), torch.finfo(torch.float32).min, dtype=torch.float32),
             hidden_NH.new_zeros(3, num_tokens, dtype=torch.float32),
         )
+        drawable = _Drawable(supports, first, len(weight_VH), vocab_size)
         for rows, (logits, other) in _blocks(hidden_NH, weight_VH, num_buffers=2):
             scaled = _logits(hidden_NH[rows], weight_VH, logits).div_(temperature_N1[rows])
+            drawable.mask_(scaled, rows)
             target_N[rows] = scaled.gather(-1, column_N1[rows]).squeeze(-1)
             largest_N[rows] = scaled.amax(-1)
             scaled -= largest_N[rows].unsqueeze(-1)
@@ -169,7 +181,7 @@ class _LogProbs(torch.autograd.Function):
         ctx.save_for_backward(
             hidden_NH, weight_WH, temperature_N1, largest_N, log_total_N, mean_N, column_N1, here_N
         )
-        ctx.num_valid = len(weight_VH)
+        ctx.num_valid, ctx.drawable = len(weight_VH), drawable
         ctx.set_materialize_grads(False)
         return target_N - log_total_N, log_total_N - mean_N
 
@@ -192,6 +204,7 @@ class _LogProbs(torch.autograd.Function):
         for rows, (logits, *others) in _blocks(hidden_NH, weight_VH, num_buffers):
             # d log p(y) / dz = onehot(y) - p;  dH / dz = -p (z - E[z])
             scaled = _logits(hidden_NH[rows], weight_VH, logits).div_(temperature_N1[rows])
+            ctx.drawable.mask_(scaled, rows)
             scaled -= largest_N[rows].unsqueeze(-1)
             log_total = log_total_N[rows].unsqueeze(-1)
             if grad_entropies is None:
@@ -216,8 +229,26 @@ class _LogProbs(torch.autograd.Function):
         return (
             grad_hidden_NH if for_hidden else None,
             None if grad_weight_WH is None else grad_weight_WH.to(weight_WH.dtype),
-            *[None] * 4,
+            *[None] * 5,
         )
+
+
+@dataclass(frozen=True)
+class _Drawable:
+    """Restriction of this rank's logits, of `width` tokens from `first` on, to those that could be drawn."""
+
+    supports: Supports | None
+    first: int
+    width: int
+    vocab_size: int
+
+    def mask_(self, logits_NW: Tensor, rows: slice) -> None:
+        """Set the logits of other tokens to `OUTSIDE`."""
+        if self.supports is None:
+            return
+        outside = self.supports.outside(rows, self.first, self.width, self.vocab_size)
+        if outside is not None:
+            logits_NW.masked_fill_(outside, OUTSIDE)
 
 
 def _logits(hidden_NH: Tensor, weight_WH: Tensor, out_NW: Tensor) -> Tensor:

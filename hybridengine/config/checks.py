@@ -13,6 +13,7 @@ from hybridengine.config.generation_checks import generation_conflicts
 from hybridengine.config.loss_checks import loss_conflicts
 from hybridengine.config.model_checks import model_conflicts, paths_hint
 from hybridengine.config.reward_sections import RewardSection, ScorerSection, scorer_key
+from hybridengine.config.rollout_checks import rollout_conflicts
 from hybridengine.config.run_config import TRAINED, RunConfig, model_holders, ranks_key, reward_sections
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.models.presets import find_preset
@@ -52,6 +53,7 @@ def find_conflicts(
         *_pools(config),
         *generation_conflicts(config),
         *episode_conflicts(config),
+        *rollout_conflicts(config),
     ]
     for holder in model_holders(config):
         found += _sizes(config, holder.role, holder.sizes, holder.sizes_key)

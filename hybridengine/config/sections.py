@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, field_validator
 from pydantic_core import PydanticCustomError
@@ -21,6 +21,7 @@ from hybridengine.config.values import (
     CountOrZero,
     FolderName,
     GenSizesField,
+    NonEmpty,
     NumTerms,
     PathText,
     Positive,
@@ -135,6 +136,20 @@ class ModelSection(Section):
         return Path(spec.origin).parent / file if spec is not None and spec.origin else None
 
 
+class StructureSection(Section):
+    """Form of every response, by exactly one of these keys: the engine draws no token that would leave it.
+
+    A response ends in the form unless it reaches `rollout.max_response_tokens` before, or a stop string.
+    """
+
+    regex: str = ""
+    """Regular expression that matches the whole response."""
+    json_schema: dict[str, Any] = Field(default_factory=dict)
+    """JSON schema of the response."""
+    choices: tuple[NonEmpty, ...] = ()
+    """Texts of which the response is one."""
+
+
 class RolloutSection(Section):
     """Generation with vLLM."""
 
@@ -146,6 +161,16 @@ class RolloutSection(Section):
     """Responses per prompt."""
     temperature: Temperature = 1.0
     """Sampling temperature, in the range that vLLM uses unchanged."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Smallest total probability of the most likely tokens to draw from."""
+    top_k: CountOrZero = 0
+    """Number of most likely tokens to draw from; 0 for all."""
+    min_p: Share = 0.0
+    """Minimum probability of a token relative to the most likely one."""
+    stop: tuple[NonEmpty, ...] = ()
+    """Texts that end a response, which keeps them, as the end token does; special tokens are part of the text."""
+    structure: StructureSection | None = None
+    """Form of every response."""
     kv_cache_bytes: Bytes = 256 * BYTE_UNITS["MiB"]
     """Size of the KV cache of one rank."""
     max_num_seqs: Count = 256
@@ -163,6 +188,16 @@ class RolloutSection(Section):
     """Train a mixture with the experts that the engine has chosen for each token; they travel with the responses."""
     episode: EpisodeSection | None = None
     """Responses of several turns, drawn by a function that calls tools; one turn without a function by default."""
+
+    @property
+    def restricts(self) -> bool:
+        """True if tokens are drawn from parts of the vocabulary, which travel with the responses."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.structure is not None
+
+    @property
+    def reads_text(self) -> bool:
+        """True if engines need the tokenizer: functions of episodes may give stop strings."""
+        return bool(self.stop) or self.structure is not None or self.episode is not None
 
 
 class GenerationSection(Section):

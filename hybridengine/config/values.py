@@ -117,6 +117,8 @@ TrainSizesField = Annotated[TrainSizes, _parsed(TrainSizes), PlainSerializer(str
 """A text p-t-d, e.g. "2-2-1"."""
 GenSizesField = Annotated[GenSizes, _parsed(GenSizes), PlainSerializer(str)]
 """A text p_g-t_g, e.g. "1-1"."""
+NonEmpty = Annotated[str, Field(min_length=1)]
+"""A text of at least one character."""
 FolderName = Annotated[
     str,
     like(

@@ -284,9 +284,10 @@ def rollout_metrics(
         masked_sum(kl, mask),
         rows["prompt_lengths"].sum(),
         rows["response_lengths"].sum(),
+        cut_responses(rows["response_lengths"], mask.size(1)).sum(),
     ]
     sums = torch.stack([torch.tensor(float(len(rows))), *parts]).double()
-    num_rows, num_tokens, scores, num_scored, kl_sum, prompts, responses = across.sum(sums).tolist()
+    num_rows, num_tokens, scores, num_scored, kl_sum, prompts, responses, num_cut = across.sum(sums).tolist()
     if not num_scored:
         raise DataError(
             f"none of the {int(num_rows)} responses of this step has a score; look at the reward function's failures"
@@ -294,6 +295,7 @@ def rollout_metrics(
     metrics = {
         keys.REWARD_MEAN: scores / num_scored,
         "rollout/dropped_rows": num_rows - num_scored,
+        "rollout/cut_responses": num_cut,
         keys.KL_MEAN: kl_sum / max(1.0, num_tokens),
         keys.RESPONSE_TOKENS_MEAN: responses / num_rows,
         **_length_quantiles(rows, across),

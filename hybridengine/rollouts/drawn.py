@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from hybridengine.episodes.wire import Ended
+from hybridengine.rows.supports import WHOLE
 
 ADDED, DRAWN, CUT, STOPPED = range(4)
 """Marks of a token of an episode: added by its function; drawn; the last of a turn that reached its number of tokens; the
 last of a turn that a stop token or string has ended."""
+
+
+@dataclass(frozen=True)
+class DrawnSupports:
+    """Supports of tokens, one after another: without any, all have been drawn from the whole vocabulary."""
+
+    sizes: np.ndarray
+    """Number of words of each, int64 [T]."""
+    words: np.ndarray
+    """int32."""
+
+    @classmethod
+    def of(cls, supports: Sequence[np.ndarray]) -> DrawnSupports:
+        """Return the supports as they are sent and saved."""
+        sizes = np.array([len(one) for one in supports], dtype=np.int64)
+        return cls(sizes, np.concatenate([WHOLE, *supports]))
+
+    def each(self, num_tokens: int) -> list[np.ndarray]:
+        """Return the support of each of the tokens."""
+        if not len(self.words):
+            return [WHOLE] * num_tokens
+        return np.split(self.words, np.cumsum(self.sizes)[:-1])
 
 
 @dataclass(frozen=True)
@@ -32,6 +55,8 @@ class Drawn:
     """Versions of the weights that drew them, int32 [T]."""
     routes: tuple[np.ndarray, ...] = ()
     """New experts of each response's tokens, [n, L, K] (`Response.routes`); none unless engines keep them."""
+    supports: DrawnSupports = field(default_factory=lambda: DrawnSupports.of(()))
+    """Supports of the tokens (`Response.supports`)."""
     marks: np.ndarray | None = None
     """Marks of the tokens of episodes, uint8 [T]; an added token has the log-probability 0 and the version -1."""
     kept: np.ndarray | None = None

@@ -6,11 +6,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 from hybridengine.algorithms.group_advantages import has_equal_scores
 from hybridengine.algorithms.masking import response_mask
@@ -26,6 +26,7 @@ from hybridengine.rollouts.order import CallOrder, Wait
 from hybridengine.rollouts.pushes import Pushes
 from hybridengine.rollouts.queue import QUEUE_FILE, Rollout, RolloutQueue, read_queue, save_queue
 from hybridengine.rows.micro_batches import ROUTES, padded_routes
+from hybridengine.rows.supports import SUPPORTS, support_row
 
 
 class Scorers(Protocol):
@@ -286,7 +287,7 @@ class Engines:
         width = self._config.rollout.max_response_tokens
         lengths = torch.tensor([len(rollout.tokens) for rollout in rollouts])
         versions = padded([rollout.versions for rollout in rollouts], width, -1, torch.int32)
-        columns = {
+        columns: dict[str, Any] = {
             "prompt_numbers": torch.tensor([rollout.number // self.queue.samples for rollout in rollouts]),
             "response_lengths": lengths,
             "response_tokens": padded([rollout.tokens for rollout in rollouts], width, 0, torch.int32),
@@ -301,6 +302,8 @@ class Engines:
         ):  # those drawn before the run had this setting have none
             routes = [np.concatenate([parts[0][:0], *rollout.routes]) for rollout in rollouts]
             columns[ROUTES] = padded_routes(routes, self._config.max_tokens)
+        if any(len(one) for rollout in rollouts for one in rollout.supports):
+            columns[SUPPORTS] = NonTensorStack(*(support_row(rollout.supports) for rollout in rollouts))
         return TensorDict(columns, batch_size=[len(rollouts)])  # pyright: ignore[reportArgumentType]
 
     # ---- faults ----

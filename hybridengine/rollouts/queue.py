@@ -28,7 +28,7 @@ from hybridengine.config import RunConfig
 from hybridengine.config.sections import StalenessSection
 from hybridengine.episodes.wire import Ended
 from hybridengine.errors import CheckpointError, WorkerError
-from hybridengine.rollouts.drawn import ADDED, CUT, STOPPED, Drawn
+from hybridengine.rollouts.drawn import ADDED, CUT, STOPPED, Drawn, DrawnSupports
 
 QUEUE_FILE = "rollouts.safetensors"
 """File of a checkpoint with the responses in flight."""
@@ -50,6 +50,8 @@ class Rollout:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    supports: list[np.ndarray] = field(default_factory=list, compare=False)
+    """Support of each token's draw (`rows/supports.py`)."""
     routes: list[np.ndarray] = field(default_factory=list)
     """Experts of consecutive tokens of prompt and response, [n, L, K] each; none unless engines keep them."""
     marks: list[int] = field(default_factory=list)
@@ -58,14 +60,20 @@ class Rollout:
     """Outcome of an episode that has ended."""
     has_ended: bool = False
 
-    def record(self, drawn: Drawn, index: int, place: slice, *, has_ended: bool) -> None:
-        """Add the response's new tokens, which have the place `place`; it is the one of number `index` in `drawn`."""
+    def record(
+        self, drawn: Drawn, index: int, place: slice, supports: Sequence[np.ndarray], *, has_ended: bool
+    ) -> None:
+        """Add the response's new tokens, which have the place `place`; it is the one of number `index` in `drawn`.
+
+        `supports` are those of all new tokens.
+        """
         if drawn.kept is not None:
-            for tokens in (self.tokens, self.log_probs, self.versions, self.marks):
+            for tokens in (self.tokens, self.log_probs, self.versions, self.supports, self.marks):
                 del tokens[int(drawn.kept[index]) :]
         self.tokens += drawn.tokens[place].tolist()
         self.log_probs += drawn.log_probs[place].tolist()
         self.versions += drawn.versions[place].tolist()
+        self.supports += supports[place]
         self.routes += drawn.routes[index : index + 1]
         if drawn.marks is not None:
             self.marks += drawn.marks[place].tolist()
@@ -160,13 +168,14 @@ class RolloutQueue:
 
     def record(self, drawn: Drawn) -> None:
         """Add new tokens to their responses; WorkerError for a response that is not there or has ended."""
+        supports = drawn.supports.each(drawn.num_tokens)
         for index, (number, has_ended, place) in enumerate(drawn.parts()):
             rollout = self._rollouts.get(number)
             if rollout is None or rollout.has_ended:
                 raise WorkerError(
                     f"an engine has drawn tokens of response {number}, which is not begun or has ended; this is a defect"
                 )
-            rollout.record(drawn, index, place, has_ended=has_ended)
+            rollout.record(drawn, index, place, supports, has_ended=has_ended)
             prompt = number // self.samples
             if has_ended and all(one.has_ended for one in self._of(prompt)):
                 self._complete.append(prompt)
@@ -229,6 +238,7 @@ class RolloutQueue:
         """Return everything in the queue as arrays, for a checkpoint."""
         rollouts = [*self._rollouts.values()]
         routes = [part for rollout in rollouts for part in rollout.routes]
+        supports = DrawnSupports.of([one for rollout in rollouts for one in rollout.supports])
         return {
             "settings": np.array([*self._settings.values()], dtype=np.int64),
             "counters": np.array(
@@ -243,6 +253,11 @@ class RolloutQueue:
                 [one for rollout in rollouts for one in rollout.log_probs], dtype=np.float32
             ),
             "versions": np.array([one for rollout in rollouts for one in rollout.versions], dtype=np.int32),
+            **(
+                {"support_sizes": supports.sizes, "support_words": supports.words}
+                if len(supports.words)
+                else {}
+            ),
             "route_lengths": np.array([rollout.num_routed for rollout in rollouts], dtype=np.int64),
             **({"routes": np.concatenate(routes)} if routes else {}),
             **(self._episodes() if any(rollout.marks for rollout in rollouts) else {}),
@@ -276,9 +291,14 @@ class RolloutQueue:
         self._rollouts = {number: Rollout(number) for number in state["numbers"].tolist()}
         ends = np.cumsum(state["lengths"]).tolist()
         places = zip(state["lengths"].tolist(), ends, state["has_ended"].tolist(), strict=True)
+        saved = DrawnSupports.of(())
+        if "support_words" in state:
+            saved = DrawnSupports(state["support_sizes"], state["support_words"])
+        supports = saved.each(len(state["tokens"]))
         for rollout, (length, end, has_ended) in zip(self._rollouts.values(), places, strict=True):
             for name in ("tokens", "log_probs", "versions"):
                 setattr(rollout, name, state[name][end - length : end].tolist())
+            rollout.supports = supports[end - length : end]
             rollout.has_ended = has_ended
             if "marks" in state:
                 rollout.marks = state["marks"][end - length : end].tolist()

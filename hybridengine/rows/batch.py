@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from tensordict import NonTensorStack, TensorDictBase
 from torch import Tensor
 
@@ -18,12 +19,15 @@ def num_rows(batch: TensorDictBase) -> int:
 
 
 def payload_bytes(batch: TensorDictBase) -> int:
-    """Return the bytes of the columns' content: tensors as stored, strings in UTF-8."""
+    """Return the bytes of the columns' content: tensors and arrays as stored, strings in UTF-8."""
     total = batch.bytes()
     for name in columns_of(batch):
         column = batch.get(name)
         if isinstance(column, NonTensorStack):
-            total += sum(len(str(value).encode()) for value in column.tolist())
+            total += sum(
+                value.nbytes if isinstance(value, np.ndarray) else len(str(value).encode())
+                for value in column.tolist()
+            )
     return total
 
 

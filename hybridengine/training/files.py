@@ -11,6 +11,7 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from hybridengine.backends.vllm.structures import check_structure
 from hybridengine.checkpoints.hf_files import check_weights
 from hybridengine.config import RunConfig, holder_shape, model_holders
 from hybridengine.config.algorithm import Algorithm
@@ -173,6 +174,8 @@ def _read_rows(
             " each step; lower it or add prompts"
         )
     stops = _attempt(problems, stop_token_ids, config.model_folder, tokenizer, vocab_size)
+    if stops is not None and (structure := config.rollout.structure) is not None:
+        _attempt(problems, check_structure, structure, config.tokenizer_folder, vocab_size, stops)
     return RunFiles(tokenizer, prompts, held_out, demonstrations, stops or ())
 
 

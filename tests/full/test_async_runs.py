@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import re
 import time
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ ASYNCHRONOUS: dict[str, Any] = {
     "algorithm": {"name": "async_grpo", "correction": {"name": "token_tis"}},
     "timeouts": {"call_s": 60},
     "reward": SECTIONS["reward"] | {"timeout_s": 10},
+    "rollout": SECTIONS["rollout"] | {"top_p": 0.9, "top_k": 12},
     "checkpoint": {"every": 2},
 }
 
@@ -123,6 +125,13 @@ def test_a_repeated_order_of_calls_gives_the_weights_of_a_run_that_was_killed(
         engine for line in order.read_text().splitlines() for ended in json.loads(line)[1] for engine in ended
     ]
     assert {0, 1} == set(calls)
+
+
+def test_log_probs_are_those_of_truncated_distributions(resumed: Outcome) -> None:
+    assert max(value(row, keys.LOG_PROB_ABS_DIFF_MAX) for row in resumed.rows) < 1e-4
+    assert all(0 < value(row, "rollout/entropy_mean") < math.log(12) for row in resumed.rows)
+    # The reference has the same weights then, and its log-probs are of the same tokens.
+    assert value(resumed.rows[0], keys.KL_MEAN) == pytest.approx(0, abs=1e-6)
 
 
 def test_no_token_is_trained_beyond_the_bound(resumed: Outcome) -> None:

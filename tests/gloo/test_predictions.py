@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +19,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from hybridengine.backends import predictions
 from hybridengine.backends.places import Places
 from hybridengine.backends.predictions import Predictions
+from hybridengine.backends.supports import Supports
+from hybridengine.rows.supports import support_columns, support_of, support_row
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import TrainSizes
 from hybridengine.weights.process_groups import ProcessGroups
@@ -40,6 +44,19 @@ class Case:
     temperature: float | Tensor
     grads: tuple[Tensor, Tensor]
     """Gradients of log-probs and entropies."""
+    drawable: Tensor | None = None
+    """Tokens that could be drawn, bool [ROWS, POSITIONS, VOCAB]."""
+
+    @property
+    def supports(self) -> Supports | None:
+        """The same as words, as a rank finds them in its rows."""
+        if self.drawable is None:
+            return None
+        rows = [
+            support_row([support_of(np.flatnonzero(one), VOCAB) for one in row])
+            for row in self.drawable.numpy()
+        ]
+        return Supports.of_columns(support_columns(rows, [POSITIONS] * ROWS, POSITIONS))
 
 
 @dataclass
@@ -54,8 +71,11 @@ class Found:
     """Sums of squared probabilities at the temperature `SHARPENED`."""
 
 
-def make_case(dtype: torch.dtype, temperature: float | str) -> Case:
-    """Return a case with garbage as padding, and one token that has nearly all probability."""
+def make_case(dtype: torch.dtype, temperature: float | str, restricted: bool = False) -> Case:
+    """Return a case with garbage as padding, and one token that has nearly all probability.
+
+    The supports of a `restricted` one have between one token and all of them.
+    """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(ROWS, POSITIONS, HIDDEN, generator=generator)
     weight = torch.randn(PADDED, HIDDEN, generator=generator)
@@ -69,14 +89,17 @@ def make_case(dtype: torch.dtype, temperature: float | str) -> Case:
         torch.randn(ROWS, POSITIONS, generator=generator),
     )
     divisor = by_row if isinstance(temperature, str) else temperature
-    return Case(hidden.to(dtype), weight.to(dtype), targets, divisor, grads)
+    drawable = (
+        torch.rand(ROWS, POSITIONS, VOCAB, generator=generator)
+        < torch.tensor([0, 0.02, 0.5, 0.9, 1])[:, None]
+    )
+    drawable.scatter_(-1, targets.unsqueeze(-1), True)
+    return Case(hidden.to(dtype), weight.to(dtype), targets, divisor, grads, drawable if restricted else None)
 
 
 def cases(dtype: torch.dtype) -> Iterator[tuple[str, Case, int]]:
-    for sizes in SIZES:
-        for temperature in TEMPERATURES:
-            for block in BLOCKS:
-                yield sizes, make_case(dtype, temperature), block
+    for sizes, temperature, restricted, block in product(SIZES, TEMPERATURES, (False, True), BLOCKS):
+        yield sizes, make_case(dtype, temperature, restricted), block
 
 
 def on_own_shard(rank: int, dtype: torch.dtype) -> list[Found]:
@@ -93,14 +116,14 @@ def on_own_shard(rank: int, dtype: torch.dtype) -> list[Found]:
         weight = case.weight[first : first + width].clone().requires_grad_()
         places = Places.everywhere((ROWS, POSITIONS), registry.of(grid.groups()))
         one = Predictions(hidden.flatten(0, 1), weight, VOCAB, group, places)
-        log_probs, entropies = one.log_probs(case.targets, case.temperature)
+        log_probs, entropies = one.log_probs(case.targets, case.temperature, case.supports)
         torch.autograd.backward([log_probs, entropies], [*case.grads])
         assert hidden.grad is not None
         assert weight.grad is not None
         assert weight.grad.dtype == hidden.grad.dtype == dtype
         partial = hidden.grad.double()
         torch.distributed.all_reduce(partial, group=group)
-        top, squares = one.most_likely(NUM_TOP), one.squared_probs(SHARPENED)
+        top, squares = one.most_likely(NUM_TOP), one.squared_probs(SHARPENED, case.supports)
         results.append(Found(log_probs.detach(), entropies.detach(), partial, weight.grad, *top, squares))
     return results
 
@@ -113,14 +136,19 @@ def expected(case: Case) -> Found:
     divisor = (
         case.temperature[..., None].double() if isinstance(case.temperature, Tensor) else case.temperature
     )
-    every = (logits / divisor).log_softmax(-1)
+    scaled = logits / divisor
+    if case.drawable is not None:
+        scaled = scaled.masked_fill(~case.drawable, float("-inf"))
+    every = scaled.log_softmax(-1)
     log_probs = every.gather(-1, case.targets[..., None])[..., 0]
-    entropies = -(every.exp() * every).sum(-1)
+    entropies = -(every.exp() * every.masked_fill(every == float("-inf"), 0.0)).sum(-1)
     torch.autograd.backward([log_probs, entropies], [one.double() for one in case.grads])
     assert hidden.grad is not None
     assert weight.grad is not None
     top = logits.detach().log_softmax(-1).topk(NUM_TOP)
-    squares = (logits.detach() / SHARPENED).softmax(-1).square().sum(-1)
+    outside = torch.zeros(()).bool() if case.drawable is None else ~case.drawable
+    drawable = logits.detach().masked_fill(outside, float("-inf"))
+    squares = (drawable / SHARPENED).softmax(-1).square().sum(-1)
     return Found(
         log_probs.detach(), entropies.detach(), hidden.grad, weight.grad, top.indices, top.values, squares
     )

@@ -346,6 +346,7 @@ def test_metrics_are_means_over_tokens() -> None:
     assert found["rollout/log_prob_abs_diff_mean"] == pytest.approx(sum(differences) / len(differences))
     assert found["rollout/response_tokens_mean"] == sum(LENGTHS) / NUM_ROWS
     assert found["rollout/tokens"] == sum(LENGTHS) + 2 * NUM_ROWS
+    assert found["rollout/cut_responses"] == LENGTHS.count(WIDTH) == 2
     assert found["reward/short_mean"] == 6.0 / 6
     assert "cost/not_there_mean" not in found
 

@@ -1,4 +1,4 @@
-"""Engines of asynchronous runs report each token, and its experts, to the controller once."""
+"""Engines of asynchronous runs report each token, its support and its experts to the controller once."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ class FakeEngine:
 
     def add(self, requests: Sequence[Request]) -> None:
         [self.request] = requests
-        self.response = Response(self.request.request_id)
+        self.response = Response(self.request.request_id, supports=[])
 
     def advance(self, num_steps: int) -> list[Response]:
         assert self.request is not None
         self.response.token_ids += [9] * num_steps
         self.response.log_probs += [-0.5] * num_steps
         self.response.versions += [0] * num_steps
+        assert self.response.supports is not None
+        begin = self.request.first_position + len(self.response.supports)
+        self.response.supports += [np.array([begin + step], dtype=np.int32) for step in range(num_steps)]
         end = len(self.request.prompt_token_ids) + len(self.response.token_ids) - 1
         positions = np.arange(self.request.num_routed, end, dtype=np.int8)
         shape = len(positions), NUM_LAYERS, NUM_ACTIVE
@@ -58,8 +61,9 @@ def rows(drawn: list[int], num_routed: int) -> TensorDict:
     return TensorDict(columns, batch_size=[1])
 
 
-def test_experts_are_told_once_also_by_an_engine_that_goes_on_with_a_response() -> None:
+def test_supports_and_experts_are_told_once_also_by_an_engine_that_goes_on_with_a_response() -> None:
     told: list[np.ndarray] = []
+    supports: list[int] = []
     drawn: list[int] = []
     for calls in ([2, 1], [4]):  # the second engine continues after the tokens of the first
         engine: Any = FakeEngine()
@@ -72,7 +76,9 @@ def test_experts_are_told_once_also_by_an_engine_that_goes_on_with_a_response() 
             assert news.counts.tolist() == [num_steps]
             drawn += news.tokens.tolist()
             told += news.routes
+            supports += news.supports.words.tolist()
         rollouts.withdraw()
     assert drawn == [9] * 7
+    assert supports == [*range(7)]
     experts = np.concatenate(told)[:, 0, 0]
     np.testing.assert_array_equal(experts, np.arange(len(PROMPT) + len(drawn) - 1))

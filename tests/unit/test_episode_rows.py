@@ -27,6 +27,7 @@ from hybridengine.rollouts.drawn import ADDED, CUT, DRAWN, STOPPED, Drawn
 from hybridengine.rollouts.episodes import episode_columns
 from hybridengine.rollouts.queue import Rollout, RolloutQueue, read_queue, save_queue
 from hybridengine.rows.micro_batches import RESPONSE_MASK, drawn_tokens, loss_mask
+from hybridengine.rows.supports import WHOLE
 
 FUNCTION = "tests.unit.episode_cases:does_what_the_answer_says"
 SECTIONS: dict[str, Any] = {
@@ -132,7 +133,7 @@ def ended_rows() -> tuple[list[Rollout], TensorDict]:
     ):
         rollout = Rollout(number)
         drawn = drawn_of(number, marks, outcome=outcome)
-        rollout.record(drawn, 0, slice(0, len(marks)), has_ended=True)
+        rollout.record(drawn, 0, slice(0, len(marks)), [WHOLE] * len(marks), has_ended=True)
         rollouts.append(rollout)
     section = load_config("configs/grpo.yaml").rollout.model_copy(update={"max_response_tokens": 6})
     episode = section.model_validate({"episode": {"function": FUNCTION, "metrics": ["tries"]}}).episode

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hybridengine.config import load_config
 from hybridengine.config.sections import StalenessSection
 from hybridengine.errors import CheckpointError, WorkerError
-from hybridengine.rollouts.drawn import Drawn
+from hybridengine.rollouts.drawn import Drawn, DrawnSupports
 from hybridengine.rollouts.queue import Rollout, RolloutQueue, first_seed, read_queue, save_queue
 
 ROOT = Path(__file__).parents[2]
@@ -218,6 +218,20 @@ def test_experts_of_responses_in_flight_are_saved_with_them(tmp_path: Path) -> N
     assert (resumed.num_routed, waiting.num_routed) == (5, 0)
     np.testing.assert_array_equal(np.concatenate(resumed.routes), routes)
     assert resumed.routes[0].dtype == np.int8
+
+
+def test_supports_of_responses_in_flight_are_saved_with_them(tmp_path: Path) -> None:
+    """Of the tokens of two responses, in two calls, the second of which has drawn from the whole vocabulary."""
+    run, file = load_config(ROOT / "configs/async-grpo.yaml"), tmp_path / "rollouts.safetensors"
+    queue = RolloutQueue.of(run)
+    first, second, _ = queue.admit(3)
+    words = [np.array(ids, dtype=np.int32) for ids in ([3, 4], [], [5])]
+    both = drawn((first.number, 2, False), (second.number, 1, False))
+    queue.record(replace(both, supports=DrawnSupports.of(words)))
+    queue.record(drawn((first.number, 1, False)))
+    save_queue(queue, "ab" * 32, file)
+    found = [[*map(list, one.supports)] for one in read_queue(run, file)[0].unfinished()]
+    assert found == [[[3, 4], [], []], [[5]], []]
 
 
 def test_responses_in_flight_are_saved_with_their_prompts(tmp_path: Path) -> None:

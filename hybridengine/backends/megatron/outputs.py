@@ -9,6 +9,7 @@ from einops import rearrange
 from torch import Tensor
 
 from hybridengine.backends.predictions import Predictions
+from hybridengine.backends.supports import Supports
 
 
 def response_log_probs(
@@ -16,10 +17,12 @@ def response_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Return (log-probability of each response token, entropy of its distribution), both [b, r] float32.
 
-    The predictions are those of `columns["positions"]` [b, r]. Entries beyond a response are zero.
+    The predictions are those of `columns["positions"]` [b, r]. Both are of the distribution that the token was drawn
+    from: among the tokens of its support, if the rows have supports. Entries beyond a response are zero.
     """
     # Response token j directly follows the position that predicts it.
-    return predictions_br.log_probs(columns["tokens"].gather(1, columns["positions"] + 1), temperature)
+    tokens = columns["tokens"].gather(1, columns["positions"] + 1)
+    return predictions_br.log_probs(tokens, temperature, Supports.of_columns(columns))
 
 
 def response_values(scores_br1: Tensor) -> Tensor:

@@ -50,8 +50,10 @@ class EngineSettings:
     """Type of the matrices of all layers: that of the model, or FP8 with a scale for each block."""
     keep_routes: bool = False
     """Keep the experts that compute each token, and tell them with the responses."""
+    keep_supports: bool = False
+    """Keep the tokens that could be drawn where a token was drawn, and tell them with the responses."""
     tokenizer: str | None = None
-    """Tokenizer folder, required for stop strings; None for an engine that only handles tokens."""
+    """Tokenizer folder, required for stop strings and formats; None for an engine that only handles tokens."""
     num_loaded_adapters: int = 0
     """Number of adapters that the engine loads from files and has at once; 0 if a switch fills those of the model."""
 
@@ -67,7 +69,8 @@ class EngineSettings:
             cuda_graphs=run.rollout.cuda_graphs,
             quantization=run.rollout.quantization,
             keep_routes=run.rollout.routing_replay,
-            tokenizer=tokenizer,
+            keep_supports=run.rollout.restricts,
+            tokenizer=tokenizer or (str(run.tokenizer_folder) if run.rollout.reads_text else None),
             num_loaded_adapters=run.num_loaded_adapters,
         )
 
@@ -116,6 +119,9 @@ def build_llm(
         seed=settings.seed,
         logprobs_mode="processed_logprobs",
         async_scheduling=False,  # decision 0044
+        structured_outputs_config={
+            "backend": "xgrammar"
+        },  # others would take what it refuses, request by request
         disable_log_stats=True,
         **(options or {}),
     )

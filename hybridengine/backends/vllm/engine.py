@@ -39,6 +39,7 @@ from hybridengine.backends.vllm.quantized import QuantizedWeights
 from hybridengine.backends.vllm.requests import RunningRequests
 from hybridengine.backends.vllm.routes import RequestRoutes, routes_cached
 from hybridengine.backends.vllm.sleeping import CuMemSegments, SleepingWeights
+from hybridengine.backends.vllm.supports import RequestSupports
 from hybridengine.errors import DataError, StorageError
 from hybridengine.importing import nothing_collected
 from hybridengine.models.shapes import ModelShape
@@ -96,7 +97,10 @@ class VllmEngine:
         """Version of the weights that produce the next tokens."""
         self._caches = _cache_storages([*self._runner.kv_caches, *(cache.experts_SLK for cache in caches)])
         routes = RequestRoutes(self._engine, caches[0]) if caches else None
-        self._requests = RunningRequests(self._engine, self._runner, routes, adapter, self._loaded)
+        supports = (
+            RequestSupports(self._engine, self._runner, shape.vocab_size) if settings.keep_supports else None
+        )
+        self._requests = RunningRequests(self._engine, self._runner, routes, supports, adapter, self._loaded)
         self._settings, self.vocab_size = settings, shape.vocab_size
         self._is_ready = True
 
@@ -220,10 +224,11 @@ class VllmEngine:
                     f"the {what} of request {name!r} has the token {unknown[0]}, and the model knows tokens from 0 to"
                     f" {self.vocab_size - 1}; take tokens of the model's own tokenizer"
                 )
-        if sampling.stop_strings and self._settings.tokenizer is None:
+        if sampling.reads_text and self._settings.tokenizer is None:
+            found = f"stop_strings={list(sampling.stop_strings)}" if sampling.stop_strings else "a structure"
             raise DataError(
-                f"request {name!r} has stop_strings={list(sampling.stop_strings)}, and the engine has no tokenizer to"
-                " find them; build the engine with one, or give stop_token_ids"
+                f"request {name!r} has {found}, and the engine has no tokenizer to find them; build the engine with"
+                " one, or give stop_token_ids"
             )
 
     def advance(self, num_steps: int = 1) -> list[Response]:

@@ -10,6 +10,9 @@ from typing import Any
 from hybridengine.backends.engine import Request, Response, SamplingSettings
 from hybridengine.backends.vllm.adapters import LoadedAdapters
 from hybridengine.backends.vllm.routes import RequestRoutes
+from hybridengine.backends.vllm.structures import go_on, structured_params
+from hybridengine.backends.vllm.supports import RequestSupports
+from hybridengine.errors import DataError
 
 
 def position_seed(seed: int, position: int) -> int:
@@ -35,10 +38,12 @@ class RunningRequests:
         engine: Any,
         runner: Any,
         routes: RequestRoutes | None = None,
+        supports: RequestSupports | None = None,
         adapter: Any = None,
         loaded: LoadedAdapters | None = None,
     ) -> None:
-        self._engine, self._routes, self._adapter, self._loaded = engine, routes, adapter, loaded
+        self._engine, self._routes, self._supports = engine, routes, supports
+        self._adapter, self._loaded = adapter, loaded
         self._states: dict[str, Any] | None = getattr(runner, "requests", None)
         """States with a generator, by request, of the first runner."""
         self._running: dict[str, tuple[Request, Response]] = {}
@@ -84,7 +89,10 @@ class RunningRequests:
                 }
                 adapter = self._loaded.request(request.sampling.adapter) if self._loaded else self._adapter
                 name = self._engine.add_request(request.request_id, prompt, params, lora_request=adapter)
-                self._running[name] = request, Response(request.request_id)
+                kept = None if self._supports is None else []
+                self._running[name] = request, Response(request.request_id, supports=kept)
+                if request.first_position and request.sampling.reads_text:
+                    go_on(self._engine, name, request, params)
                 if self._routes:
                     self._routes.begin(name, request.num_routed)
         except BaseException:
@@ -119,6 +127,14 @@ class RunningRequests:
                 entry[token].logprob for token, entry in zip(drawn.token_ids, drawn.logprobs, strict=True)
             ]
             response.versions += [version] * len(drawn.token_ids)
+            if self._supports is not None and response.supports is not None:
+                response.supports += self._supports.of(name, len(drawn.token_ids))
+            if drawn.finish_reason == "error":
+                self._pop(name)
+                raise DataError(
+                    f"response {output.request_id} cannot have the form that is asked of it: no token of the model goes"
+                    f" on after its {len(response.token_ids) - 1} tokens; write a form that ends"
+                )
             if output.finished:
                 response.finish_reason = drawn.finish_reason
                 self._ended.append(self._pop(name))
@@ -160,6 +176,7 @@ def _sampling_params(sampling: SamplingSettings, seed: int) -> Any:
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # only the settings' stop tokens end a response
         logprobs=0,
+        structured_outputs=None if sampling.structure is None else structured_params(sampling.structure),
         detokenize=bool(sampling.stop_strings),
         skip_special_tokens=False,  # stop strings may contain special tokens such as <|im_end|>
         output_kind=RequestOutputKind.DELTA,

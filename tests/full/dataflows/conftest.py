@@ -26,6 +26,14 @@ def started(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> Itera
         "cost": {"terms": {"tokens": {"function": "hybridengine.data.tasks:length_cost", "weight": 2.0}}},
         "cost_critic": SECTIONS["critic"],
         "actor": SECTIONS["actor"] | {"kl_loss_coef": 0.01},
+        "rollout": SECTIONS["rollout"]
+        | {
+            "top_p": 0.9,
+            "top_k": 12,
+            "min_p": 0.01,
+            "stop": ["qu"],
+            "structure": {"regex": "[0-9a-z]{2,10}"},  # with an end token, less than the longest response
+        },
     }
     (folder / "all.yaml").write_text(yaml.safe_dump(SECTIONS | changes))
     config, _ = claim_run(load_config(folder / "all.yaml"))

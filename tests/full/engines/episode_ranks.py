@@ -70,8 +70,9 @@ def interrupted(rollouts: EpisodeRollouts, prompts: TensorDict) -> dict[int, Rol
         rollouts.begin(prompts[numbers].copy().update(columns))
         for _ in range(3):
             drawn = rollouts.advance(STEPS[calls % len(STEPS)])
+            supports = drawn.supports.each(drawn.num_tokens)
             calls += 1
             for index, (number, has_ended, place) in enumerate(drawn.parts()):
-                known[number].record(drawn, index, place, has_ended=has_ended)
+                known[number].record(drawn, index, place, supports, has_ended=has_ended)
         rollouts.withdraw()
     return known

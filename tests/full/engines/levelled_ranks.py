@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -39,7 +40,7 @@ class Seen:
     few: list[Response]
     """Together, with no more rows than slots."""
     with_strings: list[Response]
-    """Together, with a stop string that the first engine's rows never draw."""
+    """Crowded, and each row with `stop_string` of its response alone."""
     steps_alone: int
     steps_together: int
     steps_few: int
@@ -47,6 +48,12 @@ class Seen:
     """Tokens, drawn before, of each request that this engine has taken; without a crowded cache."""
     moved_crowded: list[int]
     moved_with_strings: list[int]
+
+
+def stop_string(response: Response) -> str:
+    """Return a text of two tokens, near the end of the response."""
+    place = max(1, len(response.token_ids) - 2)
+    return " ".join(f"word{token}" for token in response.token_ids[place - 1 : place + 1])
 
 
 def prompts_of(place: int) -> list[list[int]]:
@@ -60,7 +67,12 @@ def draw(rank: int, folder: Path, generation: GenerationGrid) -> Seen:
     shape = ModelShape.from_folder(folder)
     tokenizer = str(folder) if (folder / "tokenizer.json").exists() else None
     settings = EngineSettings(
-        256, SLOTS, 16 * 2**20, keep_routes=shape.experts is not None, tokenizer=tokenizer
+        256,
+        SLOTS,
+        16 * 2**20,
+        keep_routes=shape.experts is not None,
+        keep_supports=True,
+        tokenizer=tokenizer,
     )
     engine = VllmEngine(folder, shape, generation, settings, identity)
     engine._runner.model.load_weights(load_file(folder / "model.safetensors").items())
@@ -68,7 +80,7 @@ def draw(rank: int, folder: Path, generation: GenerationGrid) -> Seen:
     lengths = LENGTHS[peers.place]
     prompts = prompts_of(peers.place)
     seeds = [100 * peers.place + row for row in range(len(lengths))]
-    sampling = [SamplingSettings(length, 0.9) for length in lengths]
+    sampling = [SamplingSettings(length, 0.9, top_p=0.95) for length in lengths]
     steps, moved = [0], list[int]()
     step, take = engine._engine.step, levelling._Levelled._take
 
@@ -81,7 +93,7 @@ def draw(rank: int, folder: Path, generation: GenerationGrid) -> Seen:
         moved.extend(len(response.token_ids) for *_, response in given)
         take(levelled, given)
 
-    def together(count: int, *strings: str) -> tuple[list[Response], int, list[int]]:
+    def together(count: int, strings: Sequence[str] = ()) -> tuple[list[Response], int, list[int]]:
         steps[0] = 0
         moved.clear()
         requests = [
@@ -89,7 +101,7 @@ def draw(rank: int, folder: Path, generation: GenerationGrid) -> Seen:
                 f"{peers.place}/{row}",
                 tuple(prompts[row]),
                 seeds[row],
-                replace(sampling[row], stop_strings=strings),
+                replace(sampling[row], stop_strings=tuple(strings[row : row + 1])),
             )
             for row in range(count)
         ]
@@ -107,12 +119,12 @@ def draw(rank: int, folder: Path, generation: GenerationGrid) -> Seen:
         shared, steps_together, moved_together = together(len(lengths))
         few, steps_few, moved_few = together(SLOTS)
         assert moved_few == []
-        strings = ["never"] if tokenizer is not None and peers.place == 0 else []
-        with_strings, _, moved_with_strings = together(len(lengths), *strings)
         pool = engine._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         num_left = SLOTS + 1 if peers.place == 0 else pool.get_num_free_blocks()
         taken = pool.get_new_blocks(pool.get_num_free_blocks() - num_left)
         crowded, _, moved_crowded = together(len(lengths))
+        strings = [stop_string(response) for response in alone] if tokenizer is not None else []
+        with_strings, _, moved_with_strings = together(len(lengths), strings)
         pool.free_blocks(taken)
     dist.barrier()
     return Seen(

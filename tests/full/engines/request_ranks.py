@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from hybridengine.backends.engine import Request, Response, SamplingSettings, generate
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
+from hybridengine.config.sections import StructureSection
 from hybridengine.errors import DataError, StorageError
 from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.generation import GenerationGrid
@@ -31,6 +32,10 @@ TRUNCATED = [
     SamplingSettings(NEW_TOKENS, 1.5, top_p=0.3),
     SamplingSettings(NEW_TOKENS, 1.5, min_p=0.5),
 ]
+NUM_DRAWS = 600
+STRUCTURE = StructureSection(regex="(w0(01|02|13)){2,4}(w1[0-2][0-9]){1,3}")
+"""Form of responses, in the tokenizer's words without spaces, as vLLM's grammars read them."""
+STRUCTURED = SamplingSettings(NEW_TOKENS, 1.5, top_k=20, stop_token_ids=(4,), structure=STRUCTURE)
 SMALL_CACHE_TOKENS = 512
 """Tokens of a KV cache that is too small for all of `PROMPTS` at the same time."""
 
@@ -55,6 +60,8 @@ class Seen:
     """Responses when neither a forward pass nor the KV cache has room for all requests."""
     truncated: list[list[Response]]
     """Responses under each of `TRUNCATED`."""
+    first_tokens: list[list[int]]
+    """First tokens of `NUM_DRAWS` responses to the second prompt, under each of `TRUNCATED`."""
     greedy: list[Response]
     stopped: list[Response]
     """Greedy responses that end at the tokens of `stop_token_ids`."""
@@ -62,6 +69,12 @@ class Seen:
     stopped_by_text: list[Response]
     """Greedy responses that end at the words of two tokens in a row."""
     stop_strings: tuple[str, ...]
+    continued_to_text: list[Response]
+    """The same responses, in new requests after each one's first tokens, which may have begun the words."""
+    structured: list[Response]
+    """Responses of the form `STRUCTURE`."""
+    continued_in_structure: list[Response]
+    """The same responses, in new requests after each one's first tokens."""
 
 
 def word(token: int) -> str:
@@ -73,7 +86,7 @@ def exercise_engine(rank: int, folder: Path, generation: GenerationGrid) -> Seen
     """Generate in every way that an engine offers."""
     identity = take_place(rank)
     shape = ModelShape.from_folder(folder)
-    settings = EngineSettings(MAX_TOKENS, 8, 64 * 2**20, tokenizer=str(folder))
+    settings = EngineSettings(MAX_TOKENS, 8, 64 * 2**20, tokenizer=str(folder), keep_supports=True)
     engine = VllmEngine(folder, shape, generation, settings, identity)
     engine._runner.model.load_weights(load_file(folder / "model.safetensors").items())
     sampled = generate(engine, PROMPTS, SEEDS, every(SAMPLED))
@@ -81,6 +94,9 @@ def exercise_engine(rank: int, folder: Path, generation: GenerationGrid) -> Seen
     stops = (greedy[1].token_ids[3], greedy[5].token_ids[0])
     texts = (f"{word(greedy[1].token_ids[3])} {word(greedy[1].token_ids[4])}",)
     _refuse_wrong_requests(engine)
+    by_text = SamplingSettings(NEW_TOKENS, 0.0, stop_strings=texts)
+    stopped_by_text = generate(engine, PROMPTS, SEEDS, every(by_text))
+    structured = generate(engine, PROMPTS, SEEDS, every(STRUCTURED))
     return Seen(
         sampled=sampled,
         alone=[
@@ -90,18 +106,20 @@ def exercise_engine(rank: int, folder: Path, generation: GenerationGrid) -> Seen
         coming_and_going=_come_and_go(engine),
         over_a_switch=_change_weights(engine, keep_kv=False),
         kept=_change_weights(engine, keep_kv=True),
-        continued=_continue(engine, sampled),
+        continued=_continue(engine, sampled, SAMPLED),
         crowded=_crowd(engine),
         truncated=[generate(engine, PROMPTS, SEEDS, every(sampling)) for sampling in TRUNCATED],
+        first_tokens=[_draw_often(engine, replace(sampling, max_tokens=1)) for sampling in TRUNCATED],
         greedy=greedy,
         stopped=generate(
             engine, PROMPTS, SEEDS, every(SamplingSettings(NEW_TOKENS, 0.0, stop_token_ids=stops))
         ),
         stop_token_ids=stops,
-        stopped_by_text=generate(
-            engine, PROMPTS, SEEDS, every(SamplingSettings(NEW_TOKENS, 0.0, stop_strings=texts))
-        ),
+        stopped_by_text=stopped_by_text,
         stop_strings=texts,
+        continued_to_text=_continue(engine, stopped_by_text, by_text),
+        structured=structured,
+        continued_in_structure=_continue(engine, structured, STRUCTURED),
     )
 
 
@@ -122,6 +140,11 @@ def _finish(engine: VllmEngine, ended: Sequence[Response] = ()) -> list[Response
     while engine.num_unfinished:
         found += engine.advance()
     return sorted(found, key=lambda response: int(response.request_id))
+
+
+def _draw_often(engine: VllmEngine, sampling: SamplingSettings) -> list[int]:
+    found = generate(engine, [PROMPTS[1]] * NUM_DRAWS, range(NUM_DRAWS), [sampling] * NUM_DRAWS)
+    return [response.token_ids[0] for response in found]
 
 
 def _come_and_go(engine: VllmEngine) -> list[Response]:
@@ -151,15 +174,17 @@ def _change_weights(engine: VllmEngine, keep_kv: bool) -> list[Response]:
     return _finish(engine, ended)
 
 
-def _continue(engine: VllmEngine, sampled: Sequence[Response]) -> list[Response]:
-    known = [response.token_ids[: 3 + row] for row, response in enumerate(sampled)]
+def _continue(
+    engine: VllmEngine, responses: Sequence[Response], sampling: SamplingSettings
+) -> list[Response]:
+    known = [response.token_ids[:-1][: 3 + row] for row, response in enumerate(responses)]
     engine.add(
         [
             Request(
                 str(row),
                 (*PROMPTS[row], *tokens),
                 SEEDS[row],
-                SamplingSettings(NEW_TOKENS - len(tokens), 0.8),
+                replace(sampling, max_tokens=NEW_TOKENS - len(tokens)),
                 first_position=len(tokens),
             )
             for row, tokens in enumerate(known)
@@ -202,7 +227,7 @@ def _refuse_wrong_requests(engine: VllmEngine) -> None:
     for wrong in ([], [1] * (MAX_TOKENS - NEW_TOKENS + 1)):
         with pytest.raises(DataError, match=f"the prompt of request '1' has {len(wrong)} tokens"):
             generate(engine, [[1], wrong], [1, 2], [SAMPLED] * 2)
-    vocab_size = engine._vocab_size
+    vocab_size = engine.vocab_size
     for token in (-1, vocab_size):
         with pytest.raises(
             DataError, match=rf"request '1' has the token {token}, .* from 0 to {vocab_size - 1};"
@@ -221,6 +246,15 @@ def _refuse_wrong_requests(engine: VllmEngine) -> None:
         generate(engine, [[1], [1]], [1], [SAMPLED] * 2)
     with pytest.raises(DataError, match="2 prompts, 2 seeds and 1 sampling settings were"):
         generate(engine, [[1], [1]], [1, 2], [SAMPLED])
+    for structure in (
+        StructureSection(regex="w001[^\\s\\S]"),
+        StructureSection(choices=("w0019",)),  # of a token and a part of one
+    ):
+        with pytest.raises(DataError, match="no token of the model goes on after its 1 tokens"):
+            generate(engine, [[1]], [1], [replace(STRUCTURED, structure=structure)])
+    wrong_start = Request("0", (1, 3), 1, STRUCTURED, first_position=1)
+    with pytest.raises(DataError, match="the first 1 tokens of response 0 do not have the form"):
+        engine.add([wrong_start])
     request = Request("twice", (1,), 1, SAMPLED)
     with pytest.raises(DataError, match="'twice' already"):
         engine.add([request, request])

@@ -15,7 +15,7 @@ from hybridengine.backends.engine import Response
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import GenSizes, TrainSizes
-from tests.full.engines.levelled_ranks import LENGTHS, SLOTS, Seen, draw
+from tests.full.engines.levelled_ranks import LENGTHS, SLOTS, Seen, draw, stop_string
 from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model
 
@@ -63,10 +63,24 @@ def test_tokens_are_those_that_each_engine_draws_alone(ranks: list[Seen]):
     assert all(drawn(seen.together) == by_place[seen.place] for seen in ranks), "all ranks of an engine agree"
 
 
-def test_no_row_moves_where_one_has_a_stop_string(ranks: list[Seen]):
+def test_rows_that_move_end_with_stop_strings_that_began_before(ranks: list[Seen]):
     for seen in ranks:
-        assert drawn(seen.with_strings) == drawn(seen.alone)
-        assert seen.moved_with_strings == []
+        for whole, cut in zip(seen.alone, seen.with_strings, strict=True):
+            texts = [f"word{token}" for token in whole.token_ids]
+            ends = [end for end in range(len(texts) + 1) if stop_string(whole) in " ".join(texts[:end])]
+            assert cut.token_ids == whole.token_ids[: ends[0]]
+            assert cut.finish_reason == "stop"
+    if ranks[0].num_stages == 1:
+        assert any(any(seen.moved_with_strings) for seen in ranks), "with tokens that were drawn before"
+
+
+def test_rows_that_move_keep_their_supports(ranks: list[Seen]):
+    for seen in ranks:
+        for one, other in zip(seen.crowded, seen.alone, strict=True):
+            assert one.supports is not None and other.supports is not None
+            assert len(one.supports) == len(one.token_ids)
+            assert [*map(list, one.supports)] == [*map(list, other.supports)]
+            assert any(map(len, one.supports))
 
 
 def test_engines_with_and_without_stages_draw_the_same_tokens(by_sizes: dict[str, list[Seen]]):

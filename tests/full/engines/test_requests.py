@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from scipy.stats import chi2
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -18,7 +21,16 @@ from hybridengine.errors import DataError
 from hybridengine.topology.generation import GenerationGrid
 from hybridengine.topology.grid import Grid
 from hybridengine.topology.sizes import GenSizes, TrainSizes
-from tests.full.engines.request_ranks import NEW_TOKENS, PROMPTS, TRUNCATED, Seen, exercise_engine, word
+from tests.full.engines.request_ranks import (
+    NEW_TOKENS,
+    NUM_DRAWS,
+    PROMPTS,
+    STRUCTURE,
+    TRUNCATED,
+    Seen,
+    exercise_engine,
+    word,
+)
 from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model
 
@@ -85,7 +97,15 @@ def test_log_probs_are_those_of_the_distribution_that_was_drawn_from(ranks: list
 def log_probs_by_hand(
     model: PreTrainedModel, prompt: list[int], response: Response, sampling: SamplingSettings
 ) -> torch.Tensor:
-    """Return log-probabilities in float64, with minus infinity for tokens that the sampling cuts off."""
+    """Return log-probabilities of the response's tokens in float64."""
+    whole = truncated_by_hand(model, prompt, response, sampling)
+    return whole.gather(1, torch.tensor(response.token_ids)[:, None])[:, 0]
+
+
+def truncated_by_hand(
+    model: PreTrainedModel, prompt: list[int], response: Response, sampling: SamplingSettings
+) -> torch.Tensor:
+    """Return log-probabilities of all tokens, with minus infinity for those that the sampling cuts off."""
     tokens = torch.tensor([prompt + response.token_ids])
     with torch.no_grad():
         logits = model(tokens).logits[0, len(prompt) - 1 : -1].double() / sampling.temperature
@@ -96,7 +116,75 @@ def log_probs_by_hand(
     kept &= probs.cumsum(-1) - probs < sampling.top_p
     kept &= probs >= sampling.min_p * probs[:, :1]
     truncated = torch.full_like(logits, -torch.inf).scatter(1, order, (probs * kept).log())
-    return truncated.log_softmax(-1).gather(1, torch.tensor(response.token_ids)[:, None])[:, 0]
+    return truncated.log_softmax(-1)
+
+
+def test_supports_are_the_tokens_that_the_settings_keep(ranks: list[Seen], model: Path):
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for sampling, responses in zip(TRUNCATED, ranks[0].truncated, strict=True):
+        sizes = set[int]()
+        for prompt, response in zip(PROMPTS, responses, strict=True):
+            expected = truncated_by_hand(reference, prompt, response, sampling).exp()
+            assert response.supports is not None
+            for probs, support in zip(expected, response.supports, strict=True):
+                found = tokens_in(support, len(probs))
+                others = found ^ set(probs.nonzero().flatten().tolist())
+                # Those at the border are kept in one precision, and not in the other.
+                assert all(probs[token] < (1 + 1e-4) * probs[probs > 0].min() for token in others)
+                assert probs[[*found]].sum() > 1 - 1e-3
+                sizes.add(len(found))
+        assert sizes == {5} if sampling.top_k else len(sizes) > 3
+    for responses in (ranks[0].sampled, ranks[0].greedy):
+        assert not any(len(support) for one in responses for support in one.supports or ())
+    for seen in ranks:
+        for one, other in zip(seen.truncated, ranks[0].truncated, strict=True):
+            for mine, theirs in zip(one, other, strict=True):
+                assert [*map(list, mine.supports or ())] == [*map(list, theirs.supports or ())]
+
+
+def test_tokens_are_drawn_with_their_renormalized_probabilities(ranks: list[Seen], model: Path):
+    """Pearson's chi-square of the first tokens of many responses; seeds are fixed."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for sampling, drawn in zip(TRUNCATED, ranks[0].first_tokens, strict=True):
+        response = Response("", token_ids=drawn[:1])
+        probs = truncated_by_hand(reference, PROMPTS[1], response, sampling)[0].exp().numpy()
+        counts = np.bincount(drawn, minlength=len(probs))
+        assert not counts[probs == 0].any()
+        common = probs * NUM_DRAWS >= 5  # the others count together
+        observed = np.append(counts[common], counts[~common].sum())
+        expected = np.append(probs[common], probs[~common].sum()) * NUM_DRAWS
+        kept = expected > 0
+        statistic = float(((observed - expected)[kept] ** 2 / expected[kept]).sum())
+        assert chi2.sf(statistic, kept.sum() - 1) > 1e-3
+
+
+def tokens_in(support: np.ndarray, vocab_size: int) -> set[int]:
+    """Return the tokens of a support, bit by bit."""
+    if not len(support):
+        return {*range(vocab_size)}
+    if len(support) < (vocab_size + 31) // 32:
+        return {*support.tolist()}
+    words = [int(word) % 2**32 for word in support]
+    return {token for token in range(vocab_size) if words[token // 32] >> token % 32 & 1}
+
+
+def test_responses_have_the_form_of_a_structure(ranks: list[Seen]):
+    for seen in ranks:
+        for response, continued in zip(seen.structured, seen.continued_in_structure, strict=True):
+            *words, end = response.token_ids
+            assert (end, response.finish_reason) == (4, "stop")
+            assert re.fullmatch(STRUCTURE.regex, "".join(map(word, words)))
+            assert response.supports is not None
+            first = tokens_in(response.supports[0], 131)
+            assert first <= {1, 2, 13}
+            assert tokens_in(response.supports[-1], 131) >= {4}
+            assert continued.token_ids == response.token_ids
+        assert len({len(response.token_ids) for response in seen.structured}) > 1
+
+
+def test_a_response_that_goes_on_ends_with_a_stop_string_that_began_before(ranks: list[Seen]):
+    for seen in ranks:
+        assert tokens_of(seen.continued_to_text) == tokens_of(seen.stopped_by_text)
 
 
 def test_a_response_ends_with_its_first_stop_token(ranks: list[Seen]):

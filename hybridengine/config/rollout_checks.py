@@ -1,0 +1,39 @@
+"""Rules of how responses are drawn: what restricts them, and what a server leaves to its clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridengine.config.algorithm import Conflict, ServedAlgorithm
+from hybridengine.config.run_config import RunConfig
+from hybridengine.config.sections import RolloutSection, StructureSection
+
+OF_REQUESTS = ("top_p", "top_k", "min_p", "stop", "structure")
+"""Keys of `rollout` that every request to a server has of its own."""
+
+
+def rollout_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Yield the violated rules of drawing responses."""
+    rollout = config.rollout
+    if isinstance(config.algorithm, ServedAlgorithm):
+        for name in OF_REQUESTS:
+            if (value := getattr(rollout, name)) != RolloutSection.model_fields[name].default:
+                yield Conflict(
+                    f"rollout.{name}={value} is not read by a server, whose clients choose it for each request; leave it"
+                    " out",
+                    (f"rollout.{name}",),
+                )
+    if (structure := rollout.structure) is not None:
+        yield from _structure(structure)
+
+
+def _structure(structure: StructureSection) -> Iterator[Conflict]:
+    """Yield a structure that is given in no way, or in several."""
+    given = [name for name in StructureSection.model_fields if getattr(structure, name)]
+    if len(given) != 1:
+        names = ", ".join(StructureSection.model_fields)
+        yield Conflict(
+            f"rollout.structure must be given by exactly one of {names}, found {' and '.join(given) or 'none'};"
+            f" {'leave out all but one' if given else 'add one, or leave rollout.structure out'}",
+            tuple(f"rollout.structure.{name}" for name in StructureSection.model_fields),
+        )
