@@ -1,0 +1,129 @@
+"""Prompts of a run's environment, written to its data files before ranks start.
+
+The environment is loaded in a process of its own: its constructor is foreign code, may want the network, and may need the
+packages of another Python.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hybridengine.config import RunConfig
+from hybridengine.data.tasks import HELD_OUT_FILE, TRAIN_FILE
+from hybridengine.environments.environment import Environment, load_environment
+from hybridengine.errors import DataError
+from hybridengine.guarded.process import GuardedProcess
+
+SERVER = "hybridengine.environments.files:serve"
+DRAWS_PER_ROW = 50
+"""Prompts drawn per requested row, after which the environment is considered to have too few different ones."""
+MAX_TEXT = 2000
+"""Characters of an error's text that are sent."""
+
+
+def write_environment_files(config: RunConfig) -> dict[str, Path]:
+    """Write the training and the held-out prompts; return their paths under "train" and "held_out".
+
+    The same section gives the same bytes. Raises DataError for an environment that is not installed, is unknown, refuses
+    its options, has too few prompts, or does not write them within `timeouts.start_s`.
+    """
+    section = config.data.environment
+    assert section is not None, "called for runs with an environment"
+    python = config.rollout.episode.python if config.rollout.episode is not None else None
+    rows = _rows(section.model_dump(mode="json"), python, config.timeouts.start_s)
+    files = {HELD_OUT_FILE: rows[: section.eval_rows], TRAIN_FILE: rows[section.eval_rows :]}
+    config.data_folder.mkdir(parents=True, exist_ok=True)
+    for name, some in files.items():
+        (config.data_folder / name).write_text("".join(json.dumps(row) + "\n" for row in some))
+    return {Path(name).stem: config.data_folder / name for name in files}
+
+
+def _rows(section: dict[str, Any], python: str | None, timeout_s: float) -> list[dict[str, Any]]:
+    """Return the rows that a process writes for a section."""
+    named = f"data.environment.name={section['name']}"
+    try:
+        process = GuardedProcess(SERVER, section["name"], "environment", python)
+    except OSError as error:
+        raise DataError(f"rollout.episode.python={python} cannot be started ({error.strerror}); correct it") from None
+    end, received = time.monotonic() + timeout_s, bytearray()
+    try:
+        process.channel.sendall(json.dumps(section).encode() + b"\n")
+        while not received.endswith(b"\n"):
+            process.channel.settimeout(max(0.01, end - time.monotonic()))
+            if not (part := process.channel.recv(2**20)):
+                raise ConnectionError
+            received += part
+    except TimeoutError:
+        raise DataError(
+            f"{named} did not write its prompts within {timeout_s:g} s; it may wait for the network: download beforehand"
+            " what it reads, or raise timeouts.start_s"
+        ) from None
+    except ConnectionError:
+        where = f", of {python}," if python else ""
+        raise DataError(
+            f"{named}: its process{where} {process.end_text()} while it wrote the prompts (see its output above);"
+            " correct the environment"
+        ) from None
+    finally:
+        process.close()
+    kind, content = json.loads(received)
+    if kind != "rows":
+        raise DataError(f"{named} {content}")
+    return content
+
+
+def serve(channel: socket.socket) -> None:
+    """Answer a section with ["rows", ROWS], or ["wrong", TEXT] that says what is wrong with the environment."""
+    section = json.loads(channel.makefile("rb").readline())
+    answer: list[Any]
+    try:
+        environment = load_environment(section["name"], section["options"], section["settings"])
+        answer = ["rows", different_rows(environment, section["seed"], section["eval_rows"] + section["train_rows"])]
+        text = json.dumps(answer)
+    except DataError as error:
+        text = json.dumps(["wrong", str(error)])
+    except BaseException as error:  # foreign code may raise anything
+        traceback.print_exc()
+        reason = " ".join("".join(traceback.format_exception_only(error)).split())[:MAX_TEXT]
+        offline = _network_hint(error)
+        text = json.dumps(
+            ["wrong", f"raised {reason} while it wrote its prompts{offline}; correct its options or the environment"]
+        )
+    channel.sendall(text.encode() + b"\n")
+    os._exit(0)  # whatever threads it has started
+
+
+def different_rows(environment: Environment, seed: int, wanted: int) -> list[dict[str, Any]]:
+    """Return rows of `wanted` different problems; raise DataError if there are fewer."""
+    found: dict[str, dict[str, Any]] = {}
+    prompts: Iterator[Any] = iter(environment.prompts(seed, wanted * DRAWS_PER_ROW))
+    for prompt in itertools.islice(prompts, wanted * DRAWS_PER_ROW):
+        found.setdefault(prompt.key, {"prompt": prompt.prompt, "answer": prompt.answer})
+        if len(found) == wanted:
+            return [*found.values()]
+    raise DataError(
+        f"has {len(found)} different prompts, and train_rows + eval_rows is {wanted}; lower them, or change its options"
+    )
+
+
+def _network_hint(error: BaseException | None) -> str:
+    """Return a hint if an error, or one that has caused it, is of the network."""
+    while error is not None:
+        module = type(error).__module__.partition(".")[0]
+        if isinstance(error, socket.gaierror | ConnectionError | TimeoutError) or module in (
+            "requests",
+            "urllib3",
+            "httpx",
+            "aiohttp",
+        ):
+            return " (it wants the network: download beforehand what it reads)"
+        error = error.__cause__ or error.__context__
+    return ""
