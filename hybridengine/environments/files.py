@@ -6,27 +6,17 @@ packages of another Python.
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
-import socket
 import time
-import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hybridengine.config import RunConfig
 from hybridengine.data.tasks import HELD_OUT_FILE, TRAIN_FILE
-from hybridengine.environments.environment import Environment, load_environment
 from hybridengine.errors import DataError
 from hybridengine.guarded.process import GuardedProcess
 
-SERVER = "hybridengine.environments.files:serve"
-DRAWS_PER_ROW = 50
-"""Prompts drawn per requested row, after which the environment is considered to have too few different ones."""
-MAX_TEXT = 2000
-"""Characters of an error's text that are sent."""
+SERVER = "hybridengine.environments.child:serve"
 
 
 def write_environment_files(config: RunConfig) -> dict[str, Path]:
@@ -78,52 +68,3 @@ def _rows(section: dict[str, Any], python: str | None, timeout_s: float) -> list
     if kind != "rows":
         raise DataError(f"{named} {content}")
     return content
-
-
-def serve(channel: socket.socket) -> None:
-    """Answer a section with ["rows", ROWS], or ["wrong", TEXT] that says what is wrong with the environment."""
-    section = json.loads(channel.makefile("rb").readline())
-    answer: list[Any]
-    try:
-        environment = load_environment(section["name"], section["options"], section["settings"])
-        answer = ["rows", different_rows(environment, section["seed"], section["eval_rows"] + section["train_rows"])]
-        text = json.dumps(answer)
-    except DataError as error:
-        text = json.dumps(["wrong", str(error)])
-    except BaseException as error:  # foreign code may raise anything
-        traceback.print_exc()
-        reason = " ".join("".join(traceback.format_exception_only(error)).split())[:MAX_TEXT]
-        offline = _network_hint(error)
-        text = json.dumps(
-            ["wrong", f"raised {reason} while it wrote its prompts{offline}; correct its options or the environment"]
-        )
-    channel.sendall(text.encode() + b"\n")
-    os._exit(0)  # whatever threads it has started
-
-
-def different_rows(environment: Environment, seed: int, wanted: int) -> list[dict[str, Any]]:
-    """Return rows of `wanted` different problems; raise DataError if there are fewer."""
-    found: dict[str, dict[str, Any]] = {}
-    prompts: Iterator[Any] = iter(environment.prompts(seed, wanted * DRAWS_PER_ROW))
-    for prompt in itertools.islice(prompts, wanted * DRAWS_PER_ROW):
-        found.setdefault(prompt.key, {"prompt": prompt.prompt, "answer": prompt.answer})
-        if len(found) == wanted:
-            return [*found.values()]
-    raise DataError(
-        f"has {len(found)} different prompts, and train_rows + eval_rows is {wanted}; lower them, or change its options"
-    )
-
-
-def _network_hint(error: BaseException | None) -> str:
-    """Return a hint if an error, or one that has caused it, is of the network."""
-    while error is not None:
-        module = type(error).__module__.partition(".")[0]
-        if isinstance(error, socket.gaierror | ConnectionError | TimeoutError) or module in (
-            "requests",
-            "urllib3",
-            "httpx",
-            "aiohttp",
-        ):
-            return " (it wants the network: download beforehand what it reads)"
-        error = error.__cause__ or error.__context__
-    return ""

@@ -35,10 +35,12 @@ class Settings:
     """Text of a system message: the rules, and how to answer."""
     actions: list[str] = field(default_factory=list)  # type: ignore[assignment]
     """Words for the actions of a discrete space, in its order."""
+    choices: str = "Answer with one of: {actions}."
+    """Format of what follows the first observation, and answers a turn without an action."""
     observation: str = ""
     """Format of an observation that is a number or a tuple: its parts are {0}, {1}, ..."""
     invalid_actions: int = 3
-    """Turns without an action that are answered by a list of actions; one more ends the episode."""
+    """Turns without an action that are answered by `choices`; one more ends the episode."""
     max_steps: int = 0
     """Largest number of actions; the environment's own limit with 0."""
     max_tokens: int = 0
@@ -70,7 +72,9 @@ class Gymnasium:
             if module:
                 importlib.import_module(module)  # registers it
             spec = gymnasium.spec(name)
-            modes = getattr(gymnasium.envs.registration.load_env_creator(spec.entry_point), "metadata", {})  # type: ignore[arg-type]
+            entry: Any = spec.entry_point
+            creator = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
+            modes = getattr(creator, "metadata", {})
         except (gymnasium.error.Error, ImportError, AttributeError, ValueError) as error:
             raise DataError(
                 f"is not registered with Gymnasium ({' '.join(str(error).split())}); correct the name, or write"
@@ -134,7 +138,7 @@ class Gymnasium:
         return Result(total, {"steps": steps, "invalid_actions": invalid})
 
     def _choices(self) -> str:
-        return f"Answer with one of: {', '.join(self._words)}."
+        return self._settings.choices.format(actions=", ".join(self._words))
 
     def _action(self, text: str) -> Any:
         if self._is_text:
