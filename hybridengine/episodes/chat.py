@@ -13,7 +13,7 @@ MARK = "0x5eed"
 
 
 class Chat:
-    """A tokenizer and its chat template."""
+    """A tokenizer and its chat template; None for episodes that handle tokens alone."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

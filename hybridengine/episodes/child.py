@@ -106,10 +106,12 @@ class _Episodes:
             self._limits = Limits(**content["limits"])
             self._options = content["options"]
             self._function = load_function(content["path"])
+            tokenizer = None
             if content["tokenizer"]:
                 from hybridengine.data.tokenizer import load_tokenizer  # takes seconds
 
-                self._chat = Chat(load_tokenizer(content["tokenizer"], pad_with_eos=True))
+                tokenizer = load_tokenizer(content["tokenizer"], pad_with_eos=True)
+            self._chat = Chat(tokenizer)
         except DataError as error:
             self._send("wrong", str(error))
             return

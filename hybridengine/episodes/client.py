@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from hybridengine.episodes.chat import Chat
@@ -62,10 +63,14 @@ class Turn:
     """Log-probability of each token under the distribution that it was drawn from."""
     stopped: bool
     """True if a stop token or string has ended the turn; False if it reached its number of tokens."""
-    text: str
-    """Tokens as text, without special tokens."""
     is_trained: bool = True
     """Set it to False to keep the turn's tokens out of the loss."""
+    _decode: Callable[[Sequence[int]], str] = field(default=str, repr=False)
+
+    @cached_property
+    def text(self) -> str:
+        """Tokens as text, without special tokens."""
+        return self._decode(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -200,10 +205,9 @@ class Client:
             self._is_drawing = False
         self._tokens += drawn.token_ids
         self._added, self._is_open = [], False
-        text = self._chat.decoded(drawn.token_ids)
-        turn = Turn(len(self.turns), tuple(drawn.token_ids), tuple(drawn.log_probs), drawn.stopped, text)
-        self.turns.append(turn)
-        return turn
+        tokens, log_probs = tuple(drawn.token_ids), tuple(drawn.log_probs)
+        self.turns.append(Turn(len(self.turns), tokens, log_probs, drawn.stopped, _decode=self._chat.decoded))
+        return self.turns[-1]
 
     def _replayed(self, wanted: Wanted) -> Drawn | None:
         """Return the turn that an earlier process has drawn here; None for a new one.
@@ -292,7 +296,9 @@ class Client:
 
 
 def _is_token(value: object, vocab_size: int) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and 0 <= int(value) < vocab_size
+    return (
+        isinstance(value, numbers.Integral) and not isinstance(value, bool) and 0 <= int(value) < vocab_size
+    )
 
 
 def _finite(value: object, name: str) -> float:

@@ -219,7 +219,7 @@ class Episodes:
             if episode.number == culprit:
                 self._fail(episode, "blocked", text)
             elif episode.num_starts >= MOST_STARTS:
-                self._fail(episode, "process", f"{text}, for the {MOST_STARTS}rd time under it")
+                self._fail(episode, "process", f"{text}, {MOST_STARTS} times under it")
             else:
                 self._queue.appendleft(episode)
 

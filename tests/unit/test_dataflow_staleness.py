@@ -186,7 +186,8 @@ class Computing:
 
 
 def test_the_calls_of_an_asynchronous_dataflow() -> None:
-    roles: Any = type("Roles", (), {"compute": Computing(), "term_columns": (), "episode_columns": (), "mask_columns": ()})
+    columns = dict.fromkeys(("term_columns", "episode_columns", "mask_columns"), ())
+    roles: Any = type("Roles", (), {"compute": Computing(), **columns})
     found: Any = Batch(dict(batch().items()))
     trained = with_advantages(
         roles, found, Grpo(advantages=f"{__name__}:ungrouped"), SAMPLES, columns=["fresh"]

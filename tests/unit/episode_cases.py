@@ -1,0 +1,88 @@
+"""Good and bad functions of episodes; the processes under test load them, so the imports are light."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+from hybridengine.episodes import Client, Result, Row, Turn
+
+
+async def does_what_the_answer_says(client: Client, row: Row) -> object:
+    """Draw one turn, and then fail or succeed in the way of the row's answer."""
+    turn = await client.generate(max_tokens=2)
+    match row.answer.split(" ", 1):
+        case ["talk", count]:  # draw other turns, each after a text with its number
+            for number in range(1, int(count)):
+                client.add(f"{number}?")
+                await client.generate(max_tokens=2 + number)
+            return Result(float(len(client.tokens)), {"turns": len(client.turns)})
+        case ["starts", file]:  # add the number of processes that have run the episode
+            starts = 1 + (int(Path(file).read_text()) if Path(file).exists() else 0)
+            Path(file).write_text(str(starts))
+            client.add([starts])
+            await client.generate(max_tokens=2)
+            await asyncio.sleep(3600 if starts == 1 else 0)
+        case ["raise"]:
+            raise ValueError("that is wrong")
+        case ["exit"]:
+            raise SystemExit(3)
+        case ["sleep"]:
+            await asyncio.sleep(3600)
+        case ["swallow"]:
+            while True:
+                try:
+                    await asyncio.sleep(3600)
+                except asyncio.CancelledError:
+                    continue
+        case ["block"]:
+            time.sleep(3600)
+        case ["die"]:
+            os._exit(7)
+        case ["die-once", file]:
+            if not Path(file).exists():
+                Path(file).touch()
+                os._exit(7)
+        case ["long"]:
+            client.add("1" * 1000)
+        case ["turns"]:
+            while True:
+                await client.generate(max_tokens=1)
+        case ["nan"]:
+            return float("nan")
+        case ["text"]:
+            return "a text"
+        case ["none"]:
+            return None
+        case ["metric"]:
+            return Result(1.0, {"strange": 1.0})
+        case ["forge"]:
+            tokens = (*turn.token_ids[:-1], turn.token_ids[-1] + 1)
+            return Result(1.0, turns=[Turn(0, tokens, turn.log_probs, True)])
+        case ["exclude"]:
+            await client.generate(max_tokens=1)
+            return Result(1.0, turns=client.turns[1:])
+        case ["stop"]:
+            await client.generate(stop="")
+        case ["unknown"]:
+            client.add([10**9])
+        case ["other"]:
+            await client.generate([*client.tokens[:-1], 5, 5])
+        case ["twice"]:
+            await asyncio.gather(client.generate(), client.generate())
+        case ["allocate"]:
+            bytearray(2**33)
+    return 1.0
+
+
+def not_async(client: Client, row: Row) -> float:
+    return 0.0
+
+
+async def takes_one(client: Client) -> float:
+    return 0.0
+
+
+CONSTANT = 1

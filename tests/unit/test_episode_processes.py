@@ -1,0 +1,224 @@
+"""Episodes in real processes: turns and results, every way to fail, and processes that end or hang beneath them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridengine.config.episode_section import EpisodeSection
+from hybridengine.data.tokenizer import build_arithmetic_tokenizer
+from hybridengine.episodes import processes
+from hybridengine.episodes.processes import Episodes, check_episode
+from hybridengine.episodes.wire import Drawn, Ended, Limits, Wanted
+from hybridengine.errors import DataError
+
+CASES = "tests.unit.episode_cases"
+PROMPT = [5, 6, 7]
+LIMIT_S = 120.0
+LIMITS: dict[str, Any] = {
+    "max_tokens": 64,
+    "max_turns": 8,
+    "vocab_size": 57,
+    "deadline_s": 100.0,
+    "blocked_s": 30.0,
+    "metrics": ["turns"],
+}
+
+
+def section(**options: Any) -> EpisodeSection:
+    return EpisodeSection(function=f"{CASES}:does_what_the_answer_says", **options)
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Episodes]:
+    """Two processes with a tokenizer; no episode of their tests may end them."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    build_arithmetic_tokenizer().save_pretrained(folder)
+    limits = Limits(**LIMITS | {"deadline_s": 10.0})
+    with closing(Episodes(section(num_processes=2, max_running=16), limits, str(folder))) as episodes:
+        episodes.start()
+        yield episodes
+
+
+def row(answer: object = "") -> Mapping[str, Any]:
+    return {"number": 4, "prompt": "1+1", "answer": str(answer), "prompt_tokens": PROMPT, "seed": 1}
+
+
+def turn_of(wanted: Wanted) -> Drawn:
+    """Return the turn that a model would draw: tokens that tell episode and turn."""
+    tokens = [8 + wanted.number, wanted.turn] * wanted.max_tokens
+    return Drawn(wanted.added, tokens, [-1.0] * len(tokens), True)
+
+
+def played(
+    episodes: Episodes, num_ended: int, before: Callable[[Wanted], None] = lambda wanted: None
+) -> tuple[dict[int, Ended], list[Wanted]]:
+    """Answer all turns until so many episodes have ended; return these and what was wanted."""
+    ended, wanted, deadline = dict[int, Ended](), list[Wanted](), time.monotonic() + LIMIT_S
+    while len(ended) < num_ended:
+        assert time.monotonic() < deadline, f"only {ended} have ended"
+        events = episodes.events(0.1)
+        over = {event.number: event for event in events if isinstance(event, Ended)}
+        ended |= over
+        for event in events:
+            if isinstance(event, Wanted) and event.number not in over:
+                wanted.append(event)
+                before(event)
+                episodes.answer(event.number, turn_of(event))
+    return ended, wanted
+
+
+def test_turns_follow_one_another(talking: Episodes) -> None:
+    for number in range(8):
+        talking.begin(number, row(f"talk {1 + number % 3}"), [])
+    assert len(talking) == 8
+    ended, wanted = played(talking, 8)
+    assert len(talking) == 0
+    digit = build_arithmetic_tokenizer()
+    for number in range(8):
+        turns = [one for one in wanted if one.number == number]
+        count = 1 + number % 3
+        assert [one.turn for one in turns] == [*range(count)]
+        assert [one.max_tokens for one in turns] == [2, 3, 4][:count]
+        added = [digit(f"{turn}?")["input_ids"] if turn else [] for turn in range(count)]
+        assert [one.added for one in turns] == added
+        drawn = sum(2 * one.max_tokens + len(one.added) for one in turns)
+        expected = Ended(number, float(3 + drawn), {"turns": count}, [True] * count, turn=count - 1)
+        assert ended[number] == expected
+
+
+def test_no_more_than_max_running_at_once(talking: Episodes) -> None:
+    def begun() -> set[int]:
+        return {event.number for _ in range(10) for event in talking.events(0.1)}
+
+    for number in range(20):
+        talking.begin(number, row("talk 1"), [])
+    assert begun() == {*range(16)}, "the others begin when these end"
+    talking.drop([0, 17])
+    assert begun() == {16}
+    talking.drop(range(20))
+    assert len(talking) == 0
+
+
+FAILURES = {
+    "raise": ("raised", 1, r"it raised ValueError: that is wrong \(.*episode_cases\.py, line \d+\)"),
+    "exit": ("raised", 1, r"it raised SystemExit: 3"),
+    "sleep": ("deadline", 1, r"it did not end within deadline_s=10 s"),
+    "long": ("tokens", 1, r"1000 tokens were added where \d+ of rollout\.max_response_tokens=64 are left"),
+    "turns": ("turns", 8, r"turn 8 exceeds rollout\.episode\.max_turns=8"),
+    "nan": ("result", 0, r"the reward of an episode is NaN"),
+    "text": ("result", 0, r'it returned "a text", a str; return a Result, a number or None'),
+    "metric": ("result", 0, r"it returned the metric 'strange'"),
+    "forge": ("result", 0, r"turn 0 with tokens that the model did not draw"),
+    "stop": ("raised", 1, r"EpisodeError: stop='' must be texts that are not empty"),
+    "unknown": ("raised", 1, r"1000000000 is not a token of the model"),
+    "other": ("raised", 1, r"the prompt of turn 1 differs from the \d+ tokens of the episode at token \d+"),
+    "twice": ("raised", 1, r"another turn of this episode is being drawn"),
+    "fine": ("", 0, ""),
+    "none": ("", 0, ""),
+    "exclude": ("", 1, ""),
+}
+
+
+def test_every_way_to_fail_is_named_and_the_others_go_on(talking: Episodes) -> None:
+    for number, answer in enumerate(FAILURES):
+        talking.begin(number, row(answer), [])
+    pids = [one.guarded.pid for one in talking._processes]
+    ended, _ = played(talking, len(FAILURES))
+    for number, (kind, turn, text) in enumerate(FAILURES.values()):
+        assert (ended[number].kind, ended[number].turn) == (kind, turn), ended[number]
+        assert re.search(text, ended[number].text), ended[number]
+    by_name = {name: ended[number] for number, name in enumerate(FAILURES)}
+    assert (by_name["fine"].reward, by_name["none"].reward) == (1.0, None)
+    assert by_name["exclude"].trained == [False, True]
+    assert [one.guarded.pid for one in talking._processes] == pids, "both have gone on"
+
+
+def test_an_episode_that_blocks_the_others_fails_and_they_begin_again() -> None:
+    limits = Limits(**LIMITS | {"blocked_s": 1.0})
+    with closing(Episodes(section(memory_bytes=2 * 2**30), limits, None)) as episodes:
+        episodes.start()
+        for number, answer in enumerate(["allocate", "block", "sleep", "fine"]):
+            episodes.begin(number, row(answer), [])
+        ended, _ = played(episodes, 3)
+        assert ended[1].kind == "blocked"
+        assert "it did not let others run for 1 s" in ended[1].text
+        assert (ended[0].kind, "MemoryError" in ended[0].text) == ("raised", True)
+        assert ended[3].reward == 1.0
+        assert len(episodes) == 1, "the one that sleeps has begun again"
+
+
+def test_episodes_of_a_process_that_is_killed_are_given_their_turns(tmp_path: Path) -> None:
+    """One adds the same as before, and each of its turns is drawn once; the other gets a new second turn."""
+    with closing(Episodes(section(), Limits(**LIMITS), None)) as episodes:
+        episodes.start()
+        first = episodes._processes[0].guarded
+        episodes.begin(0, row("turns"), [])
+        episodes.begin(1, row(f"starts {tmp_path / 'number'}"), [])
+
+        def disturb(wanted: Wanted) -> None:
+            if (wanted.number, wanted.turn) == (0, 4):
+                group = first._group
+                assert group is not None
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
+
+        ended, wanted = played(episodes, 2, disturb)
+        assert episodes._processes[0].guarded is not first
+    assert (ended[0].kind, ended[1].reward) == ("turns", 1.0)
+    assert [one.turn for one in wanted if one.number == 0] == [*range(8)]
+    others = [one for one in wanted if one.number == 1]
+    assert [(one.turn, one.added) for one in others] == [(0, []), (1, [1]), (1, [2])]
+
+
+def test_an_episode_under_which_processes_end_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "MOST_STARTS", 2)
+    with closing(Episodes(section(), Limits(**LIMITS), None)) as episodes:
+        episodes.start()
+        episodes.begin(0, row("die"), [])
+        ended, wanted = played(episodes, 1)
+    assert ended[0].kind == "process"
+    assert "its process ended, exit code 7, 2 times" in ended[0].text
+    assert len(wanted) == 1, "the second process was given the turn"
+
+
+def test_a_process_that_does_not_react_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE_S", 1.0)
+    with closing(Episodes(section(), Limits(**LIMITS | {"deadline_s": 2.0}), None)) as episodes:
+        episodes.start()
+        episodes.begin(0, row("turns"), [])
+
+        def disturb(wanted: Wanted) -> None:
+            if wanted.turn == 2:
+                group = episodes._processes[0].guarded._group
+                assert group is not None
+                os.killpg(group, signal.SIGSTOP)
+
+        ended, _ = played(episodes, 1, disturb)
+        assert (ended[0].kind, ended[0].text) == ("deadline", "it went on after deadline_s=2 s")
+        episodes.begin(1, row("fine"), [])
+        ended, _ = played(episodes, 1)
+        assert ended[1].reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("not_async", r"is a function; write it as `async def rollout\(client, row\)`"),
+        ("takes_one", r"cannot be called with \(client, row\)"),
+        ("CONSTANT", r"is a int; write it"),
+        ("nothing", r"cannot be imported"),
+    ],
+)
+def test_a_function_that_no_episode_can_run(function: str, message: str) -> None:
+    with pytest.raises(DataError, match=rf"^rollout\.episode\.function={CASES}:{function} .*{message}"):
+        check_episode(EpisodeSection(function=f"{CASES}:{function}"))
