@@ -37,7 +37,10 @@ def serve(channel: socket.socket) -> None:
         reason = " ".join("".join(traceback.format_exception_only(error)).split())[:MAX_TEXT]
         offline = _network_hint(error)
         text = json.dumps(
-            ["wrong", f"raised {reason} while it wrote its prompts{offline}; correct its options or the environment"]
+            [
+                "wrong",
+                f"raised {reason} while it wrote its prompts{offline}; correct its options or the environment",
+            ]
         )
     channel.sendall(text.encode() + b"\n")
     os._exit(0)  # whatever threads it has started

@@ -93,5 +93,6 @@ def system_message(text: str) -> list[Message]:
 
 def constructed(error: Exception) -> DataError:
     """Return the error of a constructor that refuses its options."""
-    return DataError(f"refuses its options ({type(error).__name__}: {' '.join(str(error).split())}); correct them")
-
+    return DataError(
+        f"refuses its options ({type(error).__name__}: {' '.join(str(error).split())}); correct them"
+    )

@@ -42,7 +42,9 @@ def _rows(section: dict[str, Any], python: str | None, timeout_s: float) -> list
     try:
         process = GuardedProcess(SERVER, section["name"], "environment", python)
     except OSError as error:
-        raise DataError(f"rollout.episode.python={python} cannot be started ({error.strerror}); correct it") from None
+        raise DataError(
+            f"rollout.episode.python={python} cannot be started ({error.strerror}); correct it"
+        ) from None
     end, received = time.monotonic() + timeout_s, bytearray()
     try:
         process.channel.sendall(json.dumps(section).encode() + b"\n")

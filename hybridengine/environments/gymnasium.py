@@ -56,10 +56,9 @@ class Settings:
 class Gymnasium:
     """An environment with a discrete or textual space of actions. A seed of its `reset` is a problem.
 
-    An observation is the environment's `ansi` rendering if it has one, without colours: on a coloured ground, x becomes
-    [x], and a coloured x becomes x(colour). Otherwise it is the observation as text. The action of a turn is the last word
-    of `actions` in its text, or the whole text in a textual space. The reward is the sum of the environment's; metrics are
-    `steps` and `invalid_actions`.
+    An observation is the environment's `ansi` rendering if it has one, as `plain_text`; otherwise it is the observation
+    as text. The action of a turn is the last word of `actions` in its text, or the whole text in a textual space. The
+    reward is the sum of the environment's; metrics are `steps` and `invalid_actions`.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
@@ -165,7 +164,7 @@ class Gymnasium:
 
 
 def plain_text(rendered: str) -> str:
-    """Return a rendering with colours of a terminal as plain text: "[x]" on a coloured ground, "x(blue)" for the letter."""
+    """Return a rendering with a terminal's colours as text: "[x]" on a coloured ground, "x(blue)" for a blue x."""
 
     def marked(match: re.Match[str]) -> str:
         codes, text = [int(code) for code in match[1].split(";") if code], match[2]

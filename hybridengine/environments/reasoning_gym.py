@@ -57,9 +57,7 @@ class ReasoningGym:
             entry = source[index]
             asked = {"role": "user", "content": entry["question"]}
             answer = {"seed": seed, "index": index, "size": count, "answer": str(entry["answer"])}
-            yield Prompt(
-                [*system_message(self._settings.instructions), asked], answer, f"{asked['content']}"
-            )
+            yield Prompt([*system_message(self._settings.instructions), asked], answer, f"{asked['content']}")
 
     async def play(self, client: Client, row: Row, answer: Any) -> Result:
         from reasoning_gym.utils import extract_answer
@@ -70,7 +68,9 @@ class ReasoningGym:
         for number in range(1, self._settings.tries + 1):
             turn = await client.generate(max_tokens=self._settings.max_tokens or None)
             found = extract_answer(turn.text)
-            score = float(source.score_answer(answer=turn.text.strip() if found is None else found, entry=entry))
+            score = float(
+                source.score_answer(answer=turn.text.strip() if found is None else found, entry=entry)
+            )
             if score >= SOLVED or number == self._settings.tries:
                 break
             client.add({"role": "user", "content": self._settings.feedback})

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from hybridengine.environments.environment import Prompt, constructed, settings_of
-from hybridengine.episodes.client import Client, EpisodeError, Message, Result, Row
+from hybridengine.episodes.client import Client, EpisodeError, Message, Result, Row, Turn
 from hybridengine.errors import DataError, shown
 
 ADDRESS = "http://episode.invalid"
@@ -115,7 +115,9 @@ class Verifiers:
             raise episode.failure
         return _result(played)
 
-    async def draw(self, name: str, messages: list[Message], max_tokens: int | None) -> tuple[Any, list[int]]:
+    async def draw(
+        self, name: str, messages: list[Message], max_tokens: int | None
+    ) -> tuple[Turn, list[int]]:
         """Return the turn that follows a conversation in the episode of a trace, and the tokens before it."""
         episode = self._episodes[name]
         async with episode.drawing:
@@ -173,7 +175,7 @@ def _give_client(environment: Verifiers) -> None:
 
     from hybridengine.environments.verifiers_chat import EpisodeClient
 
-    made, client = server.resolve_client, EpisodeClient(environment)
+    made, client = server.resolve_client, EpisodeClient(environment.draw)
     server.resolve_client = lambda config: client if config.base_url == ADDRESS else made(config)
 
 

@@ -5,18 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import verifiers.v1 as vf
 from openai import AsyncOpenAI
 from verifiers.v1.clients.train import serialize_completion
 from verifiers.v1.dialects.chat import ChatDialect, message_to_wire
 
-from hybridengine.episodes.client import EpisodeError
-
-if TYPE_CHECKING:
-    from hybridengine.environments.verifiers import Verifiers
+from hybridengine.episodes.client import EpisodeError, Turn
 
 __all__ = ["EpisodeClient", "TalkingAgent"]
 
@@ -51,10 +48,16 @@ class TalkingAgent(vf.Harness[vf.HarnessConfig]):
 
 
 class EpisodeClient(vf.Client):
-    """Draws the turns of the library's requests from the engine of the run."""
+    """Draws the turns of the library's requests from the engine of the run.
 
-    def __init__(self, environment: Verifiers) -> None:
-        self._environment = environment
+    `draw` is called with the trace's number, the conversation and the longest turn, and returns the turn with the tokens
+    before it.
+    """
+
+    def __init__(
+        self, draw: Callable[[str, list[Any], int | None], Awaitable[tuple[Turn, list[int]]]]
+    ) -> None:
+        self._draw = draw
 
     async def get_response(
         self,
@@ -79,7 +82,7 @@ class EpisodeClient(vf.Client):
             {"role": one["role"], "content": one["content"]} for one in map(message_to_wire, request.messages)
         ]
         assert session_id is not None, "it is the trace's number"
-        drawn, before = await self._environment.draw(session_id, messages, sampling.max_tokens)
+        drawn, before = await self._draw(session_id, messages, sampling.max_tokens)
         response = vf.Response(
             id=f"{session_id}-{drawn.number}",
             created=0,

@@ -77,7 +77,9 @@ async def mcp_tools(
         if is_started or not isinstance(error, mcp.MCPError | TimeoutError):
             raise error from None
         late = isinstance(error, TimeoutError)
-        reason = f"did not list its tools within {start_timeout_s:g} s" if late else f"refused to start: {error}"
+        reason = (
+            f"did not list its tools within {start_timeout_s:g} s" if late else f"refused to start: {error}"
+        )
         raise server.error(reason) from None
 
 
@@ -126,7 +128,9 @@ class McpTools:
             ) from None
         except mcp.MCPError as error:
             if not self._server.failure and self._server.is_running:
-                return self._cut(str(error), 1)  # an answer of the protocol, as for a tool that it does not have
+                return self._cut(
+                    str(error), 1
+                )  # an answer of the protocol, as for a tool that it does not have
             raise self._server.error(f"refused the call of {name!r}: {error}") from None
         texts = [getattr(part, "text", f"[{part.type}]") for part in result.content]
         if not texts and result.structured_content is not None:

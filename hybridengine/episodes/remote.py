@@ -2,8 +2,8 @@
 
     rank  --  TCP  --  `hybridengine episodes serve`  --  a guarded process for each connection
 
-Both sides show that they have the key before any other line: each sends random bytes, and the HMAC of both sides' under the
-key (RFC 2104, with SHA-256). Lines are not encrypted.
+Both sides show that they have the key before any other line: each sends random bytes, and the HMAC of both sides' bytes
+under the key (RFC 2104, with SHA-256). Lines are not encrypted.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def _connected(addresses: Sequence[str], key: bytes) -> tuple[str, socket.socket
             time.sleep(PAUSE_S * 2**number)
     told = "; ".join(f"{address}: {reason}" for address, reason in reasons.items())
     raise DataError(
-        f"rollout.episode.addresses: no host answered in {TRIES} tries ({told}); start `hybridengine episodes serve` there,"
-        " and compare addresses and keys"
+        f"rollout.episode.addresses: no host answered in {TRIES} tries ({told}); start `hybridengine episodes serve`"
+        " there, and compare addresses and keys"
     )
 
 
@@ -207,9 +207,14 @@ class EpisodeHost:
             channel.settimeout(None)
             self._run(channel, rank, content, say)
 
-    def _run(self, channel: socket.socket, rank: str, content: dict[str, Any], say: Callable[[str], None]) -> None:
+    def _run(
+        self, channel: socket.socket, rank: str, content: dict[str, Any], say: Callable[[str], None]
+    ) -> None:
         process = GuardedProcess(self._server, self._section.function or "", "episodes", self._section.python)
-        own = {"memory_bytes": self._section.memory_bytes, "tokenizer": self._tokenizer or content["tokenizer"]}
+        own = {
+            "memory_bytes": self._section.memory_bytes,
+            "tokenizer": self._tokenizer or content["tokenizer"],
+        }
         say(f"{rank}: process {process.pid} started")
         try:
             process.channel.sendall(line("load", {**content, **own}))

@@ -1,4 +1,4 @@
-"""Environments of the published `verifiers` package play the episodes of a run, in their own Python, without a network."""
+"""Environments of the published `verifiers` package play the episodes of a run, in their own Python and offline."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ class Played:
         read = {number: list[str]() for number in turns}
         for number in turns:
             row = self.rows[number]
-            prompt = self.tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+            prompt = self.tokenizer.apply_chat_template(
+                row["prompt"], add_generation_prompt=True, tokenize=False
+            )
             data = {"number": number, "seed": 0, "prompt": row["prompt"], "answer": json.dumps(row["answer"])}
             self.episodes.begin(number, {**data, "prompt_tokens": self.tokens(prompt)}, [])
         ended, end = dict[int, Ended](), time.monotonic() + TIMEOUT_S
@@ -122,7 +124,11 @@ def test_an_error_of_the_environment_fails_its_episode_alone(played: Played) -> 
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
-        ("gusses", {}, r"data.environment.name=verifiers/gusses is not installed \(taskset 'gusses' not found"),
+        (
+            "gusses",
+            {},
+            r"data.environment.name=verifiers/gusses is not installed \(taskset 'gusses' not found",
+        ),
         ("guesses", {"moost": 3}, "refuses its options .*moost"),
         ("guesses", {"most": 3}, r"has 3 different prompts, and train_rows \+ eval_rows is 7"),
     ],

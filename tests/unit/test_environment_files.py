@@ -64,7 +64,11 @@ def test_a_run_plays_its_environment(tmp_path: Path) -> None:
     [
         ({"name": "reasoning_gim/chain_sum"}, [], "did you mean reasoning_gym/chain_sum?"),
         ({"name": "chain_sum"}, [], "is not KIND/NAME with a KIND of reasoning_gym, verifiers, gymnasium"),
-        (CHAINS, ["reward.kind=function", "reward.function=a:b"], "which nothing reads; add reward.kind=episode"),
+        (
+            CHAINS,
+            ["reward.kind=function", "reward.function=a:b"],
+            "which nothing reads; add reward.kind=episode",
+        ),
         (CHAINS, ["rollout.episode.function=a:b"], "rollout.episode.function=a:b is not called"),
         (CHAINS, ["data.eval_file=x.jsonl"], "since data.environment generates the held-out rows"),
         (CHAINS, ["data.train_file=x.jsonl"], "found train_file and environment"),
@@ -76,7 +80,7 @@ def test_a_run_plays_its_environment(tmp_path: Path) -> None:
             ["rollout.episode.addresses=[a:1]", "rollout.episode.key_file=k", "rollout.episode.python=/p"],
             "rollout.episode.python=/p is not used",
         ),
-        ({**CHAINS, "train_row": 4}, [], "did you mean train_rows"),
+        ({**CHAINS, "train_row": 4}, [], "did you mean data.environment.train_rows?"),
     ],
 )
 def test_contradictions(tmp_path: Path, environment: Any, overrides: list[str], text: str) -> None:
@@ -92,7 +96,9 @@ def test_an_episode_needs_a_function_or_an_environment(tmp_path: Path) -> None:
 def test_files_have_the_environments_prompts(tmp_path: Path) -> None:
     config = config_with(tmp_path, CHAINS)
     files = write_environment_files(config)
-    rows = {name: [json.loads(line) for line in file.read_text().splitlines()] for name, file in files.items()}
+    rows = {
+        name: [json.loads(line) for line in file.read_text().splitlines()] for name, file in files.items()
+    }
     assert {name: len(some) for name, some in rows.items()} == {"train": 40, "held_out": 8}
     assert files == {"train": config.train_file, "held_out": config.eval_file}
     environment = load_environment(*(CHAINS[key] for key in ("name", "options", "settings")))
@@ -135,7 +141,11 @@ gymnasium.register("Stuck-v0", Stuck)
     ("how", "limit_s", "text"),
     [
         ("sleeps", 8, "did not write its prompts within 8 s; it may wait for the network"),
-        ("connects", 300, r"raised RuntimeError: no model file while it wrote its prompts \(it wants the network"),
+        (
+            "connects",
+            300,
+            r"raised RuntimeError: no model file while it wrote its prompts \(it wants the network",
+        ),
         ("exits", 300, "raised SystemExit: 3 while it wrote its prompts"),
     ],
 )
@@ -156,5 +166,7 @@ def test_another_python_is_used_and_a_missing_one_named(tmp_path: Path) -> None:
     script.chmod(0o755)
     write_environment_files(config_with(tmp_path, CHAINS, f"rollout.episode.python={script}"))
     assert (tmp_path / "used").exists()
-    with pytest.raises(DataError, match=r"rollout.episode.python=/no/python cannot be started \(No such file"):
+    with pytest.raises(
+        DataError, match=r"rollout.episode.python=/no/python cannot be started \(No such file"
+    ):
         write_environment_files(config_with(tmp_path, CHAINS, "rollout.episode.python=/no/python"))

@@ -75,7 +75,7 @@ def test_rows_are_different_and_those_of_seeds_are_disjoint() -> None:
 
 # ---- Gymnasium ----
 
-LAKE = "SFFF FHFH FFFH HFFG".split()
+LAKE = ["SFFF", "FHFH", "FFFH", "HFFG"]
 """Gymnasium's map 4x4: start, frozen, hole, goal."""
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 
@@ -88,10 +88,16 @@ def drawn_lake(row: int, column: int) -> str:
 
 @pytest.mark.parametrize(
     ("path", "reward"),
-    [("down down right down right right", 1.0), ("right down", 0.0), ("left up right right down down down right", 1.0)],
+    [
+        ("down down right down right right", 1.0),
+        ("right down", 0.0),
+        ("left up right right down down down right", 1.0),
+    ],
 )
 def test_a_frozen_lake_is_walked_in_words(path: str, reward: float) -> None:
-    environment = load_environment("gymnasium/FrozenLake-v1", {"is_slippery": False}, {"instructions": "Walk."})
+    environment = load_environment(
+        "gymnasium/FrozenLake-v1", {"is_slippery": False}, {"instructions": "Walk."}
+    )
     (prompt,) = first_prompts(environment, 1)
     choices = "Answer with one of: left, down, right, up."
     assert prompt.prompt == [
@@ -157,7 +163,7 @@ class Echo(gymnasium.Env):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
-        self._word = f"word {self.np_random.integers(100)}"
+        self._word = f"word{self.np_random.integers(100)}"
         return self._word, {}
 
     def step(self, action: str) -> Any:
@@ -188,13 +194,23 @@ def test_colours_become_marks() -> None:
     ("name", "options", "settings", "text"),
     [
         ("reasoning_gym/chain_sums", {}, {}, "is not a dataset of reasoning-gym; did you mean chain_sum?"),
-        ("reasoning_gym/chain_sum", {"min_terms": -1}, {}, r"refuses its options \(AssertionError: min_terms"),
+        (
+            "reasoning_gym/chain_sum",
+            {"min_terms": -1},
+            {},
+            r"refuses its options \(AssertionError: min_terms",
+        ),
         ("reasoning_gym/chain_sum", {"terms": 1}, {}, r"refuses its options \(TypeError: .*'terms'"),
         ("reasoning_gym/chain_sum", {"seed": 1}, {}, "options.seed is set by data.environment's seed"),
         ("reasoning_gym/chain_sum", {}, {"tris": 2}, "has no setting 'tris'; did you mean tries?"),
         ("reasoning_gym/chain_sum", {}, {"tries": "2"}, 'settings.tries="2" must be of type int'),
         ("gymnasium/FrozenLak-v1", {}, {}, "is not registered with Gymnasium .*Did you mean: `FrozenLake`"),
-        ("gymnasium/no_such:Taxi-v4", {}, {}, r"is not registered with Gymnasium \(No module named 'no_such'"),
+        (
+            "gymnasium/no_such:Taxi-v4",
+            {},
+            {},
+            r"is not registered with Gymnasium \(No module named 'no_such'",
+        ),
         ("gymnasium/FrozenLake-v1", {"map": 1}, {}, r"refuses its options \(TypeError: .*'map'"),
         ("gymnasium/CartPole-v1", {}, {}, "has 2 actions, and settings.actions has 0 words"),
         ("gymnasium/Pendulum-v1", {}, {}, "only discrete and textual ones can be played"),
@@ -211,7 +227,10 @@ def test_refusals(name: str, options: Any, settings: Any, text: str) -> None:
     [
         ("gymnasium/FrozenLake-v1", r"install hybridengine\[environments\]"),
         ("reasoning_gym/chain_sum", r"install hybridengine\[tasks\]"),
-        ("verifiers/sums", "install verifiers into an environment of its own and name its Python in rollout.episode.python"),
+        (
+            "verifiers/sums",
+            "install verifiers into an environment of its own and name its Python in",
+        ),
     ],
 )
 def test_a_missing_package_is_named_with_its_remedy(

@@ -17,9 +17,7 @@ from hybridengine.episodes.tools import ToolResult
 SERVER = (sys.executable, str(Path(__file__).with_name("mcp_server.py")))
 
 
-def used(
-    use: Callable[[McpTools], Awaitable[Any]], command: Sequence[str] = SERVER, **limits: Any
-) -> Any:
+def used(use: Callable[[McpTools], Awaitable[Any]], command: Sequence[str] = SERVER, **limits: Any) -> Any:
     """Return what a use of a server's tools returns."""
 
     async def run() -> Any:
