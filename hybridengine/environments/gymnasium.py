@@ -63,6 +63,7 @@ class Gymnasium:
 
     def __init__(self, name: str, options: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         import gymnasium
+        from gymnasium.envs.registration import load_env_creator
 
         self._options = dict(options)
         self._settings = settings_of(Settings, settings)
@@ -72,7 +73,7 @@ class Gymnasium:
                 importlib.import_module(module)  # registers it
             spec = gymnasium.spec(name)
             entry: Any = spec.entry_point
-            creator = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
+            creator = load_env_creator(entry) if isinstance(entry, str) else entry
             modes = getattr(creator, "metadata", {})
         except (gymnasium.error.Error, ImportError, AttributeError, ValueError) as error:
             raise DataError(

@@ -5,6 +5,9 @@ verifiers sends an agent's requests to a server of its own in this process, whic
 never tokenised again.
 """
 
+# pyright: reportMissingImports=false
+# The library asks for versions of its own, so it is in an environment of its own.
+
 from __future__ import annotations
 
 import asyncio

@@ -66,7 +66,7 @@ class Played:
         read = {number: list[str]() for number in turns}
         for number in turns:
             row = self.rows[number]
-            prompt = self.tokenizer.apply_chat_template(
+            prompt: Any = self.tokenizer.apply_chat_template(
                 row["prompt"], add_generation_prompt=True, tokenize=False
             )
             data = {"number": number, "seed": 0, "prompt": row["prompt"], "answer": json.dumps(row["answer"])}
@@ -78,7 +78,7 @@ class Played:
                 if isinstance(event, Ended):
                     ended[event.number] = event
                     continue
-                read[event.number].append(self.tokenizer.decode(event.added))
+                read[event.number].append(str(self.tokenizer.decode(event.added)))
                 drawn = [*self.tokens(turns[event.number][event.turn]), self.tokenizer.eos_token_id]
                 self.episodes.answer(event.number, Drawn(event.added, drawn, [-1.0] * len(drawn), True))
         return ended, read

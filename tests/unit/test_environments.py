@@ -171,11 +171,11 @@ class Echo(gymnasium.Env):
 
 
 def test_textual_spaces_are_read_and_written_as_they_are() -> None:
-    gymnasium.register("Echo-v0", Echo)
+    gymnasium.register("Echo-v0", f"{__name__}:Echo")
     try:
         environment = load_environment(f"gymnasium/{__name__}:Echo-v0", {}, {})
         (prompt,) = first_prompts(environment, 1)
-        (asked,) = prompt.prompt
+        asked: Any = prompt.prompt[-1]
         assert play(environment, prompt, f" {asked['content']}\n")[0].reward == 1.0
         assert play(environment, prompt, "another")[0].reward == 0.0
     finally:
