@@ -22,6 +22,7 @@ from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.config import RunConfig
 from hybridengine.config.algorithm import Algorithm
+from hybridengine.config.loss_sections import COVARIANCE_LOSSES
 from hybridengine.errors import ConfigError, ProtocolError
 from hybridengine.families.family import NameSet
 from hybridengine.importing import import_object
@@ -50,6 +51,9 @@ from workers.model_worker import TrainedWorker
 from workers.prompts import EPISODE_ROWS
 from workers.responses import respond
 from workers.rollouts import ROLLOUT_COLUMNS, engine_tokenizer, rollouts_of
+
+LOSS_COLUMNS = ("weights", "ref_log_probs", "covariant")
+"""Columns of the actor's losses that only some batches have."""
 
 
 class ActorWorker(TrainedWorker):
@@ -177,17 +181,22 @@ class ActorWorker(TrainedWorker):
         optional=["rollout_log_probs", "versions", RESPONSE_MASK, ROUTES],
         returns_rows=True,
     )
-    def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
+    def compute_log_probs(self, rollout: TensorDictBase, squares: bool = False) -> TensorDict | None:
         """Return `log_probs` and `entropies` [B, R] of the response tokens under the training model.
+
+        With `squares`, also `squared_probs` [B, R], the sum over the vocabulary of each token's squared probabilities.
 
         Raises DriftError if the engine's `rollout_log_probs` [B, R], if present, differ by more than
         `guards.log_prob_drift`; the rows are then saved in the run's folder. Rows with tokens of other weights than the
         present ones, by their `versions` [B, R], are not compared.
         """
-        names = ("log_probs", "entropies")
-        result = self.forward_rows(
-            rollout, lambda output, columns: dict(zip(names, self.log_probs_of(output, columns), strict=True))
-        )
+
+        def outputs(output: Predictions, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+            log_probs, entropies = self.log_probs_of(output, columns)
+            found = {"log_probs": log_probs, "entropies": entropies}
+            return found | ({"squared_probs": self.squared_probs_of(output)} if squares else {})
+
+        result = self.forward_rows(rollout, outputs)
         bound = self.run.guards.log_prob_drift
         if result is not None and bound is not None and "rollout_log_probs" in rollout.keys():  # noqa: SIM118
             rows = torch.arange(len(rollout))
@@ -224,10 +233,7 @@ class ActorWorker(TrainedWorker):
     @register(
         PROTO_3D,
         [*SEQUENCE_COLUMNS, "log_probs", "advantages"],
-        optional=[
-            *("keep", "trained", "versions", "weights", "ref_log_probs"),
-            *(RESPONSE_MASK, ROUTES, ROW_NUMBERS),
-        ],
+        optional=["keep", "trained", "versions", *LOSS_COLUMNS, RESPONSE_MASK, ROUTES, ROW_NUMBERS],
     )
     def update(
         self, batch: TensorDictBase, algorithm: Algorithm | None = None, version: int | None = None
@@ -235,18 +241,23 @@ class ActorWorker(TrainedWorker):
         """Update the policy with the algorithm's loss, entropy bonus and KL loss; return metrics on the last stage.
 
         Reads a rollout with `log_probs` and `advantages` [B, R], and optionally rows to `keep` [B], tokens that are
-        `trained` [B, R], `weights` [B, R] of the rollout correction, and `ref_log_probs` [B, R].
+        `trained` [B, R], `weights` [B, R] of the rollout correction, `ref_log_probs` and `covariant` [B, R].
 
         Args:
             version: version of the weights before the update, for rows with the `versions` [B, R] that drew them.
 
         Raises:
-            ProtocolError: a KL loss without `ref_log_probs`, or fewer rows than mini-batches.
+            ProtocolError: a KL loss without `ref_log_probs`, a loss without `covariant`, or fewer rows than mini-batches.
             StalenessError: a token in the loss is older than `staleness.max_versions`, or newer than the weights.
         """
         section = self.run.actor
         algorithm = algorithm or self.run.algorithm
-        produced = {"weights", "ref_log_probs"} & set(batch.keys())
+        produced = set(LOSS_COLUMNS) & set(batch.keys())
+        if algorithm.loss in COVARIANCE_LOSSES and "covariant" not in produced:
+            raise ProtocolError(
+                f"actor.update: columns ['covariant'] are needed with algorithm.loss={algorithm.loss}, and nobody has"
+                " produced them; compute the advantages by with_advantages, or choose another loss"
+            )
         if section.kl_loss_coef and "ref_log_probs" not in produced:
             raise ProtocolError(
                 f"actor.update: columns ['ref_log_probs'] are needed with actor.kl_loss_coef={section.kl_loss_coef}, and"

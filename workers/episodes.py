@@ -116,15 +116,9 @@ class _Stream:
 
     def complete_turns(self) -> list[wire.Drawn]:
         """Return the turns that are complete, and find the places of all."""
-        self.turns, begin = [], 0
-        for place, mark in enumerate(self.marks):
-            if mark in (CUT, STOPPED):
-                self.turns.append(begin)
-                begin = place + 1
-        found = [self.turn_drawn(number) for number in range(len(self.turns))]
-        if begin < len(self.tokens):
-            self.turns.append(begin)
-        return found
+        ends = [place + 1 for place, mark in enumerate(self.marks) if mark in (CUT, STOPPED)]
+        self.turns = [begin for begin in (0, *ends) if begin < len(self.tokens)]
+        return [self.turn_drawn(number) for number in range(len(ends))]
 
 
 class EpisodeRollouts:

@@ -95,6 +95,10 @@ class ModelWorker:
         temperature = self.run.rollout.temperature if temperature is None else temperature
         return response_log_probs(predictions, columns, temperature)
 
+    def squared_probs_of(self, predictions: Predictions) -> Tensor:
+        """Return the sum of squared probabilities of each response token's distribution, [b, r], at its temperature."""
+        return predictions.squared_probs(self.run.rollout.temperature)
+
 
 class TrainedWorker(ModelWorker):
     """A model that is trained on this rank."""

@@ -5,6 +5,7 @@ With D = log pi(token) - log pi_ref(token):
     k1 = D                   unbiased, high variance, can be negative
     k2 = D^2 / 2             biased, low variance, never negative
     k3 = exp(-D) + D - 1     unbiased, low variance, never negative
+    abs = |D|                biased, never negative: bounds the distance, whichever policy is the likelier
 
 These properties hold for the values, as in a reward. As a loss, their gradients matter: see losses.policy.kl_loss.
 
@@ -39,5 +40,14 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return torch.expm1(followed) + followed.exp() * (log_ratio - followed) - log_ratio
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    return (log_probs - ref_log_probs).abs()
+
+
+def straight_through(value: Tensor, gradient: Tensor) -> Tensor:
+    """Return `value` with the gradient of another tensor."""
+    return value.detach() + (gradient - gradient.detach())
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
 """Name in a run configuration -> estimator."""

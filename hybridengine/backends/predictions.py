@@ -77,6 +77,24 @@ class Predictions:
             ids[rows], log_probs[rows] = most_likely(logits, count, self.vocab_size, self.group)
         return self.places.spread(ids), self.places.spread(log_probs)
 
+    def squared_probs(self, temperature: float = 1.0) -> Tensor:
+        """Return the sum over the vocabulary of squared probabilities, [B, T] float32, the chance that two draws agree.
+
+        Not differentiable. The probabilities are softmax(logits / temperature).
+        """
+        hidden_NH, weight_WH = self.hidden_NH.detach(), self.weight_WH.detach()
+        first = self.group.rank() * len(weight_WH)
+        weight_VH = weight_WH[: max(0, min(len(weight_WH), self.vocab_size - first))]
+        sums_2N = hidden_NH.new_full((2, len(hidden_NH)), -torch.inf, dtype=torch.float32)
+        for rows, (logits,) in _blocks(hidden_NH, weight_VH, num_buffers=1):
+            scaled = _logits(hidden_NH[rows], weight_VH, logits).div_(temperature)
+            sums_2N[0, rows] = scaled.logsumexp(-1)
+            sums_2N[1, rows] = scaled.mul_(2.0).logsumexp(-1)
+        gathered = [torch.empty_like(sums_2N) for _ in range(self.group.size())]
+        dist.all_gather(gathered, sums_2N, group=self.group)
+        total_N, squared_N = torch.stack(gathered).logsumexp(0)
+        return self.places.spread((squared_N - 2.0 * total_N).exp())
+
     def logits(self) -> Tensor:
         """Return this rank's logits of all tokens, [B, T, W] float32, which need as much memory."""
         return self.places.spread(torch.nn.functional.linear(self.hidden_NH, self.weight_WH).float())

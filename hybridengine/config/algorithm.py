@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import BeforeValidator, SerializeAsAny, model_validator
 
+from hybridengine.config.loss_sections import CLIPPED_LOSS, CovarianceSection, SapoSection
 from hybridengine.config.values import (
     IMPORT_PATH,
     CountOrZero,
@@ -131,9 +132,13 @@ class Algorithm(Section):
 
     name: str = ""
     """Name of a built-in algorithm, or import path of a custom class, package.module:Class."""
-    loss: ImportPath = "hybridengine.algorithms.losses.policy:clipped_loss"
+    loss: ImportPath = CLIPPED_LOSS
     """Loss function of the actor's update, called as function(log_probs, columns, algorithm, actor, aggregation)."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    sapo: SapoSection = SapoSection()
+    """Options of SAPO's loss."""
+    covariance: CovarianceSection = CovarianceSection()
+    """Options of the losses clip-cov and kl-cov."""
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
     """Estimator of the KL divergence from the reference policy."""
     correction: CorrectionSection | None = None
     """Rollout correction; none by default."""

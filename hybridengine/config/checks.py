@@ -10,6 +10,7 @@ from pathlib import Path
 from hybridengine.config.algorithm import Conflict, Role
 from hybridengine.config.episode_checks import episode_conflicts
 from hybridengine.config.generation_checks import generation_conflicts
+from hybridengine.config.loss_checks import loss_conflicts
 from hybridengine.config.model_checks import model_conflicts, paths_hint
 from hybridengine.config.reward_sections import RewardSection, ScorerSection, scorer_key
 from hybridengine.config.run_config import TRAINED, RunConfig, model_holders, ranks_key, reward_sections
@@ -29,7 +30,6 @@ SERVED = (
     "serve.",
 )
 """Beginnings of the keys that a server reads."""
-CISPO_LOSS = "hybridengine.algorithms.losses.policy:cispo_loss"
 PLACEMENT_KEYS = ("cluster.ranks_per_node", "cluster.pools", "rollout.kv_cache_bytes")
 
 
@@ -140,12 +140,7 @@ def _algorithm(config: RunConfig) -> Iterator[Conflict]:
                 f"algorithm.overlong is not read by {named}, which computes no advantages; leave it out",
                 ("algorithm.overlong", "algorithm.name"),
             )
-    if algorithm.loss == CISPO_LOSS and config.actor.dual_clip is not None:
-        yield Conflict(
-            f"actor.dual_clip={config.actor.dual_clip:g} is not read by algorithm.loss={algorithm.loss}, which bounds"
-            " every weight; leave it out",
-            ("actor.dual_clip", "algorithm.loss"),
-        )
+    yield from loss_conflicts(config)
     roles = ", ".join(algorithm.roles)
     if "reward" not in algorithm.roles and config.eval_file is not None:
         generated = "data.task" if config.data.task else "data.environment"

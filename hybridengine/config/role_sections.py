@@ -124,8 +124,8 @@ class ActorSection(TrainedSection):
     """Weight of the entropy bonus."""
     kl_loss_coef: NonNegative = 0.0
     """Weight of the KL divergence from the reference as a separate loss, instead of or in addition to a penalty."""
-    kl_loss_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL loss."""
+    kl_loss_estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"] = "k3"
+    """Estimator of the KL loss; with a + it has the gradient of k2, which is that of the KL divergence."""
     loss_aggregation: LossAggregation = "token"
     """Aggregation of the loss: mean over tokens, or over sequences of the mean or sum of their tokens."""
 

@@ -15,9 +15,11 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from hybridengine.algorithms import advantages as estimators
+from hybridengine.algorithms import group_advantages
 from hybridengine.algorithms.across import Across
-from hybridengine.algorithms.advantages import gae, token_rewards
+from hybridengine.algorithms.advantages import gae, length_adaptive_lambdas, token_rewards
 from hybridengine.algorithms.correction import RolloutWeights, correction_metrics, rollout_weights
+from hybridengine.algorithms.covariance import covariances, largest_entries
 from hybridengine.algorithms.kl import KL_ESTIMATORS
 from hybridengine.algorithms.masking import (
     masked_max,
@@ -29,6 +31,7 @@ from hybridengine.algorithms.masking import (
 from hybridengine.algorithms.overlong import cut_responses, length_penalties
 from hybridengine.algorithms.staleness import staleness_metrics
 from hybridengine.config.algorithm import Algorithm, OverlongSection
+from hybridengine.config.loss_sections import CLIP_COV_LOSS
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.reinforce_plus_plus import ReinforcePlusPlus
@@ -39,7 +42,7 @@ from hybridengine.episodes.wire import FAILURES
 from hybridengine.errors import DataError
 from hybridengine.report import keys
 from hybridengine.rows.batch import columns_of
-from hybridengine.rows.micro_batches import RESPONSE_MASK, drawn_tokens
+from hybridengine.rows.micro_batches import RESPONSE_MASK, drawn_tokens, loss_mask
 from hybridengine.rows.protocols import ROW_NUMBERS
 
 
@@ -121,18 +124,59 @@ def ppo(rows: TensorDictBase, across: Across, algorithm: Ppo, samples: int) -> T
     counted = counted_rows(rows, algorithm)
     mask = counted.mask_BR
     rewards = token_rewards(counted.scores_B, counted.kl_BR, mask, algorithm.kl_coef)
-    estimates, returns = gae(rewards, rows["values"], mask, algorithm.gamma, algorithm.lam)
+    estimates, returns = generalised(rewards, rows["values"], mask, algorithm)
     if algorithm.whiten_advantages:
         estimates = whiten(estimates, counted.trained_BR, across=across)
     return counted.columns(advantages=estimates, returns=returns)
 
 
+def generalised(
+    rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor, algorithm: Ppo
+) -> tuple[Tensor, Tensor]:
+    """Return (advantages, returns of the critic) by generalised advantage estimation, each with its own lambda.
+
+    Source: VAPO, arXiv 2504.05118, section 4.
+    """
+    gamma, lam = algorithm.gamma, algorithm.lam
+    if algorithm.lam_alpha is not None:
+        lam = length_adaptive_lambdas(mask_BR, algorithm.lam_alpha)
+    estimates, returns = gae(rewards_BR, values_BR, mask_BR, gamma, lam)
+    critic_lam = algorithm.lam if algorithm.critic_lam is None else algorithm.critic_lam
+    if critic_lam is not lam:
+        _, returns = gae(rewards_BR, values_BR, mask_BR, gamma, critic_lam)
+    return estimates, returns
+
+
 def grpo(rows: TensorDictBase, across: Across, algorithm: Grpo, samples: int) -> TensorDict:
-    """Return `advantages` [B, R]: one value per response, repeated at all of its tokens."""
+    """Return `advantages` [B, R]: one value per response, repeated at all of its tokens, but for the token baseline.
+
+    That one reads `squared_probs` [B, R] as well.
+    """
     counted = counted_rows(rows, algorithm)
-    groups = rows[ROW_NUMBERS] // samples
-    estimates = estimators.grpo(counted.scores_B, groups, counted.keep_B, across, algorithm.normalize_std)
-    return counted.columns(advantages=over_tokens(estimates, counted.mask_BR))
+    mask, normalize_std = counted.mask_BR, algorithm.normalize_std
+    group = rows[ROW_NUMBERS] // samples, counted.keep_B, across
+    if algorithm.baseline == "token":
+        energies = _energies(rows, counted)
+        trained = counted.trained_BR
+        estimates = group_advantages.optimal_token_baseline(counted.scores_B, energies, trained, *group)
+    else:
+        if algorithm.baseline == "length_weighted":
+            by_row = group_advantages.length_weighted(counted.scores_B, mask.sum(1), *group)
+        elif algorithm.baseline == "best_other":
+            by_row = group_advantages.pass_at_k(counted.scores_B, *group, normalize_std)
+        else:
+            by_row = group_advantages.grpo(counted.scores_B, *group, normalize_std)
+        estimates = over_tokens(by_row, mask)
+    if algorithm.rescale_equal:
+        estimates = estimates * group_advantages.equal_rescaling(counted.scores_B, *group)
+    return counted.columns(advantages=estimates)
+
+
+def _energies(rows: TensorDictBase, counted: Counted) -> Tensor:
+    """Return the squared norm of each token's gradient by the logits, 1 - 2·pi + sum(pi^2), weighted like its loss."""
+    energies = 1.0 - 2.0 * rows["log_probs"].double().exp() + rows["squared_probs"].double()
+    weights = counted.weights_BR
+    return (energies if weights is None else energies * weights.square()).to(rows["log_probs"].dtype)
 
 
 def rloo(rows: TensorDictBase, across: Across, algorithm: Rloo, samples: int) -> TensorDict:
@@ -140,7 +184,7 @@ def rloo(rows: TensorDictBase, across: Across, algorithm: Rloo, samples: int) ->
     counted = counted_rows(rows, algorithm)
     mask = counted.mask_BR
     rewards = token_rewards(counted.scores_B, counted.kl_BR, mask, algorithm.kl_coef).sum(1)
-    estimates = estimators.rloo(rewards, rows[ROW_NUMBERS] // samples, counted.keep_B, across)
+    estimates = group_advantages.rloo(rewards, rows[ROW_NUMBERS] // samples, counted.keep_B, across)
     return counted.columns(advantages=over_tokens(estimates, mask))
 
 
@@ -151,7 +195,13 @@ def reinforce_plus_plus(
     counted = counted_rows(rows, algorithm)
     mask = counted.mask_BR
     rewards = token_rewards(counted.scores_B, counted.kl_BR, mask, algorithm.kl_coef)
-    estimates = estimators.reinforce_plus_plus(rewards, mask, algorithm.gamma, across, counted.trained_BR)
+    if algorithm.group_baseline:
+        groups = rows[ROW_NUMBERS] // samples
+        estimates = group_advantages.whitened_differences(
+            rewards.sum(1), groups, counted.trained_BR, counted.keep_B, across
+        )
+    else:
+        estimates = estimators.reinforce_plus_plus(rewards, mask, algorithm.gamma, across, counted.trained_BR)
     return counted.columns(advantages=estimates)
 
 
@@ -172,13 +222,34 @@ def safe_rlhf(
     mask, kl = counted.mask_BR, counted.kl_BR
     rewards = token_rewards(counted.scores_B, kl, mask, algorithm.kl_coef / 2)
     costs = token_rewards(rows["cost_scores"].nan_to_num(), kl, mask, -algorithm.kl_coef / 2)
-    estimates, returns = gae(rewards, rows["values"], mask, algorithm.gamma, algorithm.lam)
-    cost_estimates, cost_returns = gae(costs, rows["cost_values"], mask, algorithm.gamma, algorithm.lam)
+    estimates, returns = generalised(rewards, rows["values"], mask, algorithm)
+    cost_estimates, cost_returns = generalised(costs, rows["cost_values"], mask, algorithm)
     if algorithm.whiten_advantages:
         estimates = whiten(estimates, counted.trained_BR, across=across)
         cost_estimates = whiten(cost_estimates, counted.trained_BR, across=across)
     both = estimators.safe_advantages(estimates, cost_estimates, mask, multiplier)
     return counted.columns(advantages=both, returns=returns, cost_returns=cost_returns)
+
+
+def covariant_tokens(rows: TensorDictBase, across: Across, algorithm: Algorithm, seed: int) -> TensorDict:
+    """Return `covariant`, bool [B, R], the tokens that the losses clip-cov and kl-cov restrain.
+
+    Reads `response_lengths`, `log_probs`, `advantages`, `keep`, and `trained` if there is one.
+    """
+    log_probs, options = rows["log_probs"], algorithm.covariance
+    mask = loss_mask(rows, log_probs.size(1))
+    products = covariances(log_probs, rows["advantages"], mask, across)
+    count = max(1, int(options.share * int(across.sum(mask.sum()))))
+    if algorithm.loss == CLIP_COV_LOSS:
+        mask = mask & (products > options.low) & (products < options.high)
+        products = torch.zeros_like(products)  # any of them, at random
+    # Drawn for the rows of all ranks, so that the choice does not depend on their distribution.
+    numbers = rows[ROW_NUMBERS]
+    num_rows = int(across.max(numbers.max() if len(numbers) else numbers.new_tensor(-1))) + 1
+    generator = torch.Generator().manual_seed(seed % 2**63)  # seeds of steps may be longer
+    draws = torch.rand(num_rows, mask.size(1), dtype=torch.float64, generator=generator)[numbers]
+    chosen = largest_entries(products, draws, mask, count, across)
+    return TensorDict({"covariant": chosen}, batch_size=[len(rows)])  # pyright: ignore[reportArgumentType]
 
 
 def mean_cost(rows: TensorDictBase, across: Across) -> dict[str, float]:

@@ -18,11 +18,12 @@ class AsyncGrpo(Grpo):
 
         batch, scores = engines.take(version, roles.reward)
         batch = batch.union(
-            actor.compute_log_probs(batch),
+            actor.compute_log_probs(batch, self.needs_squares),
             roles.reference.compute_log_probs(batch),
             scores,
         )
-        batch = with_advantages(roles, batch, self, sampling.samples_per_prompt, columns=["fresh"])
+        samples, columns = sampling.samples_per_prompt, ["fresh", *self.more_columns]
+        batch = with_advantages(roles, batch, self, samples, columns=columns, seed=sampling.first_seed)
         update = actor.update(batch, self, version)
         measured = measure_rollout(roles, batch, self, version=version, max_versions=engines.max_versions)
         engines.work_until(update, measured)

@@ -27,11 +27,13 @@ class AsyncPpo(Ppo):
             scores,
         )
         columns = ["values", "fresh"]
-        batch = with_advantages(roles, batch, self, sampling.samples_per_prompt, columns=columns)
+        samples, seed = sampling.samples_per_prompt, sampling.first_seed
+        batch = with_advantages(roles, batch, self.penalised(state), samples, columns=columns, seed=seed)
         updates = critic.update(batch, version), actor.update(batch, self, version)
         measured = measure_rollout(roles, batch, self, version=version, max_versions=engines.max_versions)
         engines.work_until(*updates, measured)
         engines.update_weights(sampling.step)
 
         metrics = measured.get()[0] | engines.take_metrics()
+        metrics |= self.adapt(state, metrics)
         return metrics | updates[0].get()[0] | updates[1].get()[0]

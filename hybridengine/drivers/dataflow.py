@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from hybridengine.config.algorithm import Algorithm, import_named
+from hybridengine.config.loss_sections import COVARIANCE_LOSSES
 from hybridengine.config.values import ImportPath
 from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.errors import ConfigError
@@ -20,20 +21,34 @@ COLUMNS = ("response_lengths", "rollout_log_probs", "log_probs", "ref_log_probs"
 STATISTICS = ("prompt_lengths", *COLUMNS)
 """Columns that `rollout_metrics` reads, in addition to `entropies`."""
 ROLLOUT_METRICS = "hybridengine.drivers.advantages:rollout_metrics"
+COVARIANT_TOKENS = "hybridengine.drivers.advantages:covariant_tokens"
+COVARIANCE_COLUMNS = ("response_lengths", "log_probs", "advantages", "keep", "trained")
+"""Columns that `covariant_tokens` reads, `trained` if there are any."""
 LOSS_PARAMETERS = ("log_probs", "columns", "algorithm", "actor", "aggregation")
 """Parameters of a loss function."""
 
 
 def with_advantages(
-    roles: Roles, batch: Any, algorithm: Any, samples: int, *more: Any, columns: Sequence[str] = ()
+    roles: Roles,
+    batch: Any,
+    algorithm: Any,
+    samples: int,
+    *more: Any,
+    columns: Sequence[str] = (),
+    seed: int = 0,
 ) -> Any:
     """Return the batch with the columns computed by `algorithm.advantages` on the ranks that hold its rows.
 
     It is called with `samples`, the responses per prompt, and then `more`; it reads `columns` in addition to `COLUMNS`
-    (`fresh` of an asynchronous batch, among others).
+    (`fresh` of an asynchronous batch, among others). If `algorithm.loss` restrains tokens of a high covariance, these are
+    chosen as well; `seed` decides among equal ones.
     """
     inputs = batch.select(*COLUMNS, *columns, *roles.mask_columns)
-    return batch.union(roles.compute.map(inputs, algorithm.advantages, algorithm, samples, *more))
+    batch = batch.union(roles.compute.map(inputs, algorithm.advantages, algorithm, samples, *more))
+    if algorithm.loss not in COVARIANCE_LOSSES:
+        return batch
+    inputs = batch.select(*COVARIANCE_COLUMNS, *roles.mask_columns)
+    return batch.union(roles.compute.map(inputs, COVARIANT_TOKENS, algorithm, seed))
 
 
 def measure_rollout(
@@ -84,6 +99,24 @@ class CriticFree(Algorithm):
     advantages: ImportPath
     """Function that computes the advantages of a batch, called as function(rows, across, algorithm, samples)."""
 
+    @property
+    def needs_squares(self) -> bool:
+        """True if the advantages read `squared_probs` [B, R], the sums over the vocabulary of squared probabilities."""
+        return False
+
+    @property
+    def more_columns(self) -> tuple[str, ...]:
+        """Columns that the advantages read in addition to `COLUMNS`."""
+        return ("squared_probs",) if self.needs_squares else ()
+
+    def penalised(self, state: State) -> Self:
+        """Return the algorithm with the present weight of its KL penalty, if its rewards have one."""
+        return self
+
+    def adapt(self, state: State, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Adapt the weight of the KL penalty, if there is one; return metrics of it."""
+        return {}
+
     def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
         """Run one iteration; return its metrics."""
         actor, samples = roles.actor, sampling.samples_per_prompt
@@ -96,15 +129,23 @@ class CriticFree(Algorithm):
         batch = rollout.union(
             rollout.select_as(log_probs="rollout_log_probs")
             if self.from_engine
-            else actor.compute_log_probs(rollout),
+            else actor.compute_log_probs(rollout, self.needs_squares),
             roles.reference.compute_log_probs(rollout),
             roles.reward.compute_scores(rollout),
         )
-        batch = with_advantages(roles, batch, self, samples)
+        batch = with_advantages(
+            roles,
+            batch,
+            self.penalised(state),
+            samples,
+            columns=self.more_columns,
+            seed=sampling.first_seed,
+        )
         update = actor.update(batch, self)
         measured = measure_rollout(roles, batch, self, from_engine=self.from_engine)
 
-        return measured.get()[0] | switch_metrics(to_generate.get(), to_train.get()) | update.get()[0]
+        metrics = measured.get()[0] | switch_metrics(to_generate.get(), to_train.get()) | update.get()[0]
+        return metrics | self.adapt(state, metrics)
 
 
 def check_functions(algorithm: Algorithm) -> None:

@@ -1,17 +1,22 @@
 """GRPO, and Dr.GRPO: each response is compared with the others to the same prompt.
 
 Source: DeepSeekMath, arXiv 2402.03300, section 4.1; Dr.GRPO, arXiv 2503.20783, section 3
-(`algorithm.normalize_std=false`, `actor.loss_aggregation=sequence_sum`, as in `configs/dr-grpo.yaml`).
+(`algorithm.normalize_std=false`, `actor.loss_aggregation=sequence_sum`, as in `configs/dr-grpo.yaml`); other baselines:
+algorithms/group_advantages.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from hybridengine.config.algorithm import Conflict
 from hybridengine.config.values import ImportPath
 from hybridengine.drivers.dataflow import CriticFree
 
 
 class Grpo(CriticFree):
-    """Advantages are scores minus the mean of their group."""
+    """Advantages are scores minus a baseline of their group."""
 
     min_samples = 2
 
@@ -19,6 +24,33 @@ class Grpo(CriticFree):
     """Function that computes the advantages of a batch, called as function(rows, across, algorithm, samples)."""
     normalize_std: bool = True
     """Divide advantages by their group's standard deviation; False for Dr.GRPO."""
+    baseline: Literal["mean", "length_weighted", "best_other", "token"] = "mean"
+    """Baseline of a response: the mean of its group; the mean weighted by lengths (OPO); the best of the others, which
+    only the best response exceeds (pass@k, k responses per prompt); or one for each token, the mean weighted by the
+    gradients up to it (optimal token baseline)."""
+    rescale_equal: bool = False
+    """Multiply advantages by B/(B - M), where M of the B responses are in groups of equal scores and have none (GPG)."""
+
+    @property
+    def needs_squares(self) -> bool:
+        """True for the token baseline."""
+        return self.baseline == "token"
+
+    def conflicts(self, config: Any) -> Iterator[Conflict]:
+        """Yield baselines that are not divided by the standard deviation, or whose columns nothing computes."""
+        yield from super().conflicts(config)
+        if self.normalize_std and self.baseline in ("length_weighted", "token"):
+            yield Conflict(
+                f"algorithm.baseline={self.baseline} gives advantages that are not divided by a standard deviation; set"
+                " algorithm.normalize_std=false",
+                ("algorithm.baseline", "algorithm.normalize_std"),
+            )
+        if self.needs_squares and self.from_engine:
+            yield Conflict(
+                f"algorithm.baseline=token needs the trainer's distributions, and algorithm.name={self.name} takes the"
+                " engine's log-probs; choose grpo",
+                ("algorithm.baseline", "algorithm.name"),
+            )
 
 
 class GrpoFromEngine(Grpo):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from hybridengine.config.algorithm import Algorithm
-from hybridengine.config.values import ImportPath, NonNegative, Share
+from collections.abc import Iterator
+from typing import Any
+
+from hybridengine.config.algorithm import Conflict
+from hybridengine.config.values import ImportPath, Positive, Share
 from hybridengine.drivers.dataflow import measure_rollout, switch_metrics, with_advantages
+from hybridengine.drivers.kl_penalty import KlPenalty
 from hybridengine.drivers.roles import Roles, Sampling, State
 
 
-class Ppo(Algorithm):
+class Ppo(KlPenalty):
     """Advantages are estimated from a critic's values."""
 
     roles = ("actor", "critic", "reference", "reward")
@@ -19,8 +23,11 @@ class Ppo(Algorithm):
     """Discount factor of later rewards."""
     lam: Share = 0.95
     """Lambda of generalised advantage estimation."""
-    kl_coef: NonNegative = 0.05
-    """Weight of the KL penalty on each token's reward."""
+    critic_lam: Share | None = None
+    """Lambda of the returns that critics are trained towards; by default `lam`. VAPO: 1."""
+    lam_alpha: Positive | None = None
+    """Alpha of length-adaptive advantages, whose lambda is 1 - 1/(alpha·length of the response); by default `lam` holds
+    for all. VAPO: 0.05."""
     whiten_advantages: bool = True
     """Normalise advantages to mean 0 and variance 1 over the valid tokens."""
 
@@ -46,9 +53,23 @@ class Ppo(Algorithm):
             critic.compute_values(rollout),
             roles.reward.compute_scores(rollout),
         )
-        batch = with_advantages(roles, batch, self, samples, columns=["values"])
+        batch = with_advantages(
+            roles, batch, self.penalised(state), samples, columns=["values"], seed=sampling.first_seed
+        )
         updates = critic.update(batch), actor.update(batch, self)
         measured = measure_rollout(roles, batch, self)
 
         metrics = measured.get()[0] | switch_metrics(to_generate.get(), to_train.get())
+        metrics |= self.adapt(state, metrics)
         return metrics | updates[0].get()[0] | updates[1].get()[0]
+
+    def conflicts(self, config: Any) -> Iterator[Conflict]:
+        """Yield a lambda that nothing reads."""
+        yield from super().conflicts(config)
+        replaced = self.lam_alpha is not None and self.critic_lam is not None
+        if replaced and self.lam != type(self).model_fields["lam"].default:
+            yield Conflict(
+                f"algorithm.lam={self.lam:g} is not read: lam_alpha gives the lambda of the advantages, and critic_lam"
+                " that of the critic's returns; leave one of them out",
+                ("algorithm.lam", "algorithm.lam_alpha", "algorithm.critic_lam"),
+            )

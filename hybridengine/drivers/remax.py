@@ -5,23 +5,21 @@ Source: arXiv 2310.10505, algorithm 1; with a KL penalty per token as in PPO.
 
 from __future__ import annotations
 
-from hybridengine.config.algorithm import Algorithm
-from hybridengine.config.values import ImportPath, NonNegative
+from hybridengine.config.values import ImportPath
 from hybridengine.drivers.dataflow import measure_rollout, switch_metrics, with_advantages
+from hybridengine.drivers.kl_penalty import KlPenalty
 from hybridengine.drivers.roles import Roles, Sampling, State
 
 BASELINE = {"baseline_scores": "scores", "baseline_dropped": "dropped"}
 
 
-class Remax(Algorithm):
+class Remax(KlPenalty):
     """Advantages are returns minus the greedy response's reward."""
 
     roles = ("actor", "reference", "reward")
 
     advantages: ImportPath = "hybridengine.drivers.advantages:remax"
     """Function that computes the advantages of a batch, called as function(rows, across, algorithm, samples)."""
-    kl_coef: NonNegative = 0.05
-    """Weight of the KL penalty on each token's reward."""
 
     @property
     def needs_on_policy(self) -> str:
@@ -45,11 +43,14 @@ class Remax(Algorithm):
             reward.compute_scores(rollout),
             reward.compute_scores(greedy).select_as(**BASELINE).repeat(samples),
         )
-        batch = with_advantages(roles, batch, self, samples, columns=[*BASELINE])
+        batch = with_advantages(
+            roles, batch, self.penalised(state), samples, columns=[*BASELINE], seed=sampling.first_seed
+        )
         update = actor.update(batch, self)
         measured = measure_rollout(roles, batch, self)
 
-        return measured.get()[0] | switch_metrics(to_generate.get(), to_train.get()) | update.get()[0]
+        metrics = measured.get()[0] | switch_metrics(to_generate.get(), to_train.get()) | update.get()[0]
+        return metrics | self.adapt(state, metrics)
 
     def scored_rows(self, num_prompts: int, num_rows: int) -> int:
         """Return the rows of the smallest call that scores responses: one greedy response per prompt."""

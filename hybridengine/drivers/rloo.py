@@ -5,16 +5,15 @@ Source: arXiv 2402.14740, sections 2 and 3; the KL penalty is part of a response
 
 from __future__ import annotations
 
-from hybridengine.config.values import ImportPath, NonNegative
+from hybridengine.config.values import ImportPath
 from hybridengine.drivers.dataflow import CriticFree
+from hybridengine.drivers.kl_penalty import KlPenalty
 
 
-class Rloo(CriticFree):
+class Rloo(KlPenalty, CriticFree):
     """Advantages are returns minus the mean of the group's other returns."""
 
     min_samples = 2
 
     advantages: ImportPath = "hybridengine.drivers.advantages:rloo"
     """Function that computes the advantages of a batch, called as function(rows, across, algorithm, samples)."""
-    kl_coef: NonNegative = 0.05
-    """Weight of the KL penalty on each token's reward."""

@@ -121,10 +121,11 @@ class Roles:
         return [group for group in self.__dict__.values() if isinstance(group, Scorers)]
 
     def __getattr__(self, name: str) -> WorkerGroup:
-        near = difflib.get_close_matches(name, self.__dict__, n=1)
+        groups = [name for name, value in self.__dict__.items() if not isinstance(value, tuple)]
+        near = difflib.get_close_matches(name, groups, n=1)
         remedy = f"did you mean {near[0]}?" if near else "add it to the algorithm's roles"
         raise UnknownNameError(
-            f"the dataflow uses the role {name!r}, and the run has {', '.join(self.__dict__)}; {remedy}"
+            f"the dataflow uses the role {name!r}, and the run has {', '.join(groups)}; {remedy}"
         )
 
 

@@ -62,15 +62,22 @@ class SafeRlhf(Ppo):
         )
         multiplier = math.exp(state["log_multiplier"])
 
+        columns = ["values", *COSTS, *COST_VALUES]
         batch = with_advantages(
-            roles, batch, self, samples, multiplier, columns=["values", *COSTS, *COST_VALUES]
+            roles,
+            batch,
+            self.penalised(state),
+            samples,
+            multiplier,
+            columns=columns,
+            seed=sampling.first_seed,
         )
         for_costs = batch.union(batch.select_as(values="cost_values", returns="cost_returns"))
         updates = critic.update(batch), cost_critic.update(for_costs), actor.update(batch, self)
         measured = measure_rollout(roles, batch, self)
 
         metrics = measured.get()[0] | switch_metrics(to_generate.get(), to_train.get())
-        metrics |= measured_costs | {"cost/multiplier": multiplier}
+        metrics |= measured_costs | {"cost/multiplier": multiplier} | self.adapt(state, metrics)
         return metrics | updates[0].get()[0] | updates[1].get()[0] | updates[2].get()[0]
 
     def updated_log_multiplier(self, log_multiplier: float, mean_cost: float) -> float:

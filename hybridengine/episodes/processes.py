@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import select
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridengine.config.episode_section import EpisodeSection
@@ -35,6 +36,8 @@ class _Episode:
     number: int
     row: Mapping[str, Any]
     turns: list[Drawn]
+    key: int = 0
+    """Number under which a process runs it: another one for each start, since lines of an earlier one may follow."""
     process: _Process | None = None
     num_starts: int = 0
     begun_s: float = 0.0
@@ -46,6 +49,7 @@ class _Process:
     guarded: GuardedProcess | RemoteProcess
     received: bytearray = field(default_factory=bytearray)
     running: dict[int, _Episode] = field(default_factory=dict)
+    """Its episodes, by their keys."""
     is_stuck: bool = False
     """True if it reads no lines, or does not end what it should have ended."""
 
@@ -74,6 +78,7 @@ class Episodes:
         self._episodes: dict[int, _Episode] = {}
         self._queue = deque[_Episode]()
         """Episodes that have not begun, or that begin again."""
+        self._keys = itertools.count()
         self._ended: list[Ended] = []
 
     def start(self) -> None:
@@ -93,7 +98,7 @@ class Episodes:
         episode = self._episodes[number]
         assert episode.wanted is not None and episode.process is not None, "it waits for a turn"
         episode.turns, episode.wanted = [*episode.turns[: episode.wanted.turn], turn], None
-        episode.process.send("drawn", {"number": number, "turn": turn.__dict__})
+        episode.process.send("drawn", {"number": episode.key, "turn": turn.__dict__})
 
     def drop(self, numbers: Iterable[int]) -> None:
         """End episodes."""
@@ -103,8 +108,8 @@ class Episodes:
             if episode.process is None:
                 self._queue.remove(episode)
             else:
-                del episode.process.running[number]
-                episode.process.send("drop", number)
+                del episode.process.running[episode.key]
+                episode.process.send("drop", episode.key)
 
     def events(self, timeout_s: float = 0.0) -> list[Wanted | Ended]:
         """Return what episodes want and which have ended since the last call; wait up to a limit for something."""
@@ -173,10 +178,11 @@ class Episodes:
         while self._queue and free > 0:
             episode = self._queue.popleft()
             process = min(self._processes, key=lambda one: len(one.running))
-            process.running[episode.number] = episode
+            episode.key = next(self._keys)
+            process.running[episode.key] = episode
             episode.process, episode.begun_s, episode.wanted = process, time.monotonic(), None
             recorded = [turn.__dict__ for turn in episode.turns]
-            process.send("begin", {"number": episode.number, "row": episode.row, "recorded": recorded})
+            process.send("begin", {"number": episode.key, "row": episode.row, "recorded": recorded})
             free -= 1
 
     def _read(self, place: int, process: _Process) -> list[Wanted | Ended]:
@@ -197,6 +203,7 @@ class Episodes:
             event = Wanted(**content) if kind == "wanted" else Ended(**content)
             if (episode := process.running.get(event.number)) is None:
                 continue  # dropped since
+            event = replace(event, number=episode.number)
             if isinstance(event, Wanted):
                 episode.wanted, episode.turns = event, episode.turns[: event.turn]
             else:
@@ -216,7 +223,7 @@ class Episodes:
         for episode in episodes:
             episode.process = None
             episode.num_starts += culprit is None
-            if episode.number == culprit:
+            if episode.key == culprit:
                 self._fail(episode, "blocked", text)
             elif episode.num_starts >= MOST_STARTS:
                 self._fail(episode, "process", f"{text}, {MOST_STARTS} times under it")
@@ -225,14 +232,14 @@ class Episodes:
 
     def _fail(self, episode: _Episode, kind: str, text: str) -> None:
         if episode.process is not None:
-            episode.process.send("drop", episode.number)
+            episode.process.send("drop", episode.key)
         self._forget(episode)
         self._ended.append(Ended(episode.number, kind=kind, text=text, turn=len(episode.turns)))
 
     def _forget(self, episode: _Episode) -> None:
         del self._episodes[episode.number]
         if episode.process is not None:
-            del episode.process.running[episode.number]
+            del episode.process.running[episode.key]
 
 
 def check_episode(section: EpisodeSection, start_timeout_s: float = 60.0) -> None:

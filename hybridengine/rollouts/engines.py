@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from hybridengine.algorithms.advantages import has_equal_scores
+from hybridengine.algorithms.group_advantages import has_equal_scores
 from hybridengine.algorithms.masking import response_mask
 from hybridengine.algorithms.staleness import fresh_tokens
 from hybridengine.config import RunConfig

@@ -17,6 +17,7 @@ from hybridengine.algorithms.across import Across
 from hybridengine.algorithms.losses.aggregation import Aggregation, SummedLoss
 from hybridengine.algorithms.masking import over_tokens
 from hybridengine.config import RunConfig
+from hybridengine.config.loss_sections import CLIP_COV_LOSS, KL_COV_LOSS, SAPO_LOSS
 from hybridengine.config.role_sections import ActorSection
 from hybridengine.drivers.advantages import counted_rows
 from hybridengine.drivers.grpo import Grpo
@@ -110,8 +111,41 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "safe_rlhf": {
-        "algorithm": {"name": "safe_rlhf", "cost_limit": 0.2, "multiplier_lr": 0.5, "kl_coef": 0.1},
+        "algorithm": {
+            "name": "safe_rlhf",
+            "cost_limit": 0.2,
+            "multiplier_lr": 0.5,
+            "kl_coef": 0.1,
+            "critic_lam": 1.0,
+            "lam_alpha": 0.4,
+        },
         "cost_critic": {"value_clip": 0.1},
+    },
+    "clip_cov": {
+        "algorithm": {
+            "name": "grpo",
+            "loss": CLIP_COV_LOSS,
+            "covariance": {"share": 0.2, "low": -0.1},
+            "baseline": "length_weighted",
+            "normalize_std": False,
+            "rescale_equal": True,
+            "correction": {"name": "token_tis", "high": 1.2},
+        },
+        "actor": {"kl_loss_coef": 0.2, "kl_loss_estimator": "k3+"},
+    },
+    "kl_cov": {
+        "algorithm": {
+            "name": "reinforce_plus_plus",
+            "loss": KL_COV_LOSS,
+            "covariance": {"share": 0.2, "kl_weight": 0.7},
+            "group_baseline": True,
+            "kl_estimator": "abs",
+        },
+        "actor": {"kl_loss_coef": 0.2, "kl_loss_estimator": "abs"},
+    },
+    "sapo": {
+        "algorithm": {"name": "grpo", "loss": SAPO_LOSS, "baseline": "token", "normalize_std": False},
+        "actor": {"loss_aggregation": "sequence"},
     },
     "own": {
         "algorithm": {
@@ -184,7 +218,7 @@ def rollout() -> TensorDict:
     return _rows({"tokens": tokens, "prompt_lengths": prompts, "response_lengths": responses})
 
 
-def judged(rows: TensorDict, log_probs_BR: Tensor, values_BR: Tensor) -> TensorDict:
+def judged(rows: TensorDict, log_probs_BR: Tensor, values_BR: Tensor, squared_probs_BR: Tensor) -> TensorDict:
     """Return rows with all columns that a dataflow creates before its advantages.
 
     The old log-probabilities differ from the present ones by distances that are not near a clip, so that tokens are
@@ -211,6 +245,7 @@ def judged(rows: TensorDict, log_probs_BR: Tensor, values_BR: Tensor) -> TensorD
         "log_probs": old_BR,
         "ref_log_probs": noisy(log_probs_BR),
         "rollout_log_probs": noisy(old_BR),
+        "squared_probs": squared_probs_BR,
         "entropies": noisy(log_probs_BR).abs(),
         "values": near(values_BR),
         "cost_values": near(values_BR),

@@ -17,9 +17,10 @@ from torch import Tensor
 from hybridengine.algorithms.across import Across
 from hybridengine.algorithms.losses.aggregation import LossStats, SummedLoss
 from hybridengine.config import Role, RunConfig
+from hybridengine.config.loss_sections import COVARIANCE_LOSSES, KL_COV_LOSS
 from hybridengine.config.run_config import TRAINED
-from hybridengine.drivers.advantages import mean_cost, rollout_metrics
-from hybridengine.drivers.dataflow import ROLLOUT_METRICS
+from hybridengine.drivers.advantages import covariant_tokens, mean_cost, rollout_metrics
+from hybridengine.drivers.dataflow import COVARIANCE_COLUMNS, COVARIANT_TOKENS, ROLLOUT_METRICS
 from hybridengine.drivers.online_dpo import preferences
 from hybridengine.drivers.safe_rlhf import MEAN_COST, SafeRlhf
 from hybridengine.errors import ConfigError, ProtocolError
@@ -33,6 +34,9 @@ from workers.actor import ActorWorker
 from workers.compute import ComputeWorker
 from workers.critic import CriticWorker
 from workers.model_worker import TrainedWorker
+
+SEED = 3
+"""Seed of the choice among equally covariant tokens."""
 
 Pieces = list[tuple[str, Box, Tensor]]
 """(logical tensor, box of it, its elements)."""
@@ -84,16 +88,16 @@ class Group:
         if self._role != "actor":  # a critic allocates its gradients' memory again by itself
             trainer.leave_training()
 
-    def call(self, method: str, rows: TensorDict) -> Any:
+    def call(self, method: str, rows: TensorDict, **settings: Any) -> Any:
         """Return the method's result on this rank, given its rows and the columns that it declares."""
         _, registration = registered(type(self.worker))[method]
         mine = registration.protocol.row_ranges(len(rows), self._topology)[self._rank]
         names = [*(registration.columns or ()), *(set(registration.optional) & set(rows.keys()))]
-        return getattr(self.worker, method)(slice_rows(rows.select(*names), mine))
+        return getattr(self.worker, method)(slice_rows(rows.select(*names), mine), **settings)
 
-    def collect(self, method: str, rows: TensorDict) -> TensorDict:
+    def collect(self, method: str, rows: TensorDict, **settings: Any) -> TensorDict:
         """Return the rows that the method returns on all ranks."""
-        found = gathered(self.call(method, rows))
+        found = gathered(self.call(method, rows, **settings))
         _, registration = registered(type(self.worker))[method]
         return concat_rows([found[rank] for rank in registration.protocol.source_ranks(self._topology)])
 
@@ -125,7 +129,7 @@ def run_one_process(
     layout = {ONE_RANK: tuple(CASES)}
     run = run_of("ppo", ONE_RANK, policy, scorer)
     forward = forward_of(groups_of(run, rank, policy, scorer, ("actor", "critic")), rows)
-    rows = judged(rows, forward["log_probs"], forward["values"])
+    rows = judged(rows, forward["log_probs"], forward["values"], forward["squared_probs"])
     outcomes = run_layouts(rank, layout, policy, scorer, rows)
     return rows, {case: outcome for (_, case), outcome in outcomes.items()}
 
@@ -183,8 +187,8 @@ def groups_of(
 
 
 def forward_of(groups: Mapping[Role, Group], rows: TensorDict) -> TensorDict:
-    """Return `log_probs`, `entropies` and `values` of all rows."""
-    log_probs = groups["actor"].collect("compute_log_probs", rows)
+    """Return `log_probs`, `entropies`, `squared_probs` and `values` of all rows."""
+    log_probs = groups["actor"].collect("compute_log_probs", rows, squares=True)
     return log_probs.update(groups["critic"].collect("compute_values", rows))
 
 
@@ -221,7 +225,17 @@ def estimate(run: RunConfig, rows: TensorDictBase, across: Across) -> tuple[Tens
     if isinstance(run.algorithm, SafeRlhf):
         measured |= mean_cost(rows.clone(), across)
     advantages = import_object(getattr(run.algorithm, "advantages"))  # noqa: B009
-    return advantages(rows.clone(), across, *step_arguments(run, measured)), measured
+    found = advantages(rows.clone(), across, *step_arguments(run, measured))
+    if run.algorithm.loss in COVARIANCE_LOSSES:
+        inputs = covariance_inputs(rows, found)
+        found.update(covariant_tokens(inputs, across, run.algorithm, SEED))
+    return found, measured
+
+
+def covariance_inputs(rows: TensorDictBase, found: TensorDictBase) -> TensorDict:
+    """Return the columns that the choice of covariant tokens reads, and the row numbers."""
+    every = cast(TensorDict, rows.clone().update(found))
+    return every.select(*COVARIANCE_COLUMNS, ROW_NUMBERS, strict=False)
 
 
 def step_arguments(run: RunConfig, measured: Mapping[str, float]) -> list[Any]:
@@ -253,6 +267,9 @@ def estimate_in_compute_workers(
             measured |= worker.measure(part.clone(), MEAN_COST)
         path = getattr(run.algorithm, "advantages")  # noqa: B009
         found = worker.map(part.clone(), path, *step_arguments(run, measured))
+        if run.algorithm.loss in COVARIANCE_LOSSES:
+            inputs = covariance_inputs(part, found)
+            found.update(worker.map(inputs, COVARIANT_TOKENS, run.algorithm, SEED))
         outcomes[case] = Outcome(concat_rows(gathered(found)), measured)
     return outcomes
 
@@ -274,7 +291,7 @@ def update_in_mini_batches(
 ) -> tuple[list[str], dict[str, float], Pieces]:
     """Return (errors, metrics, weights) of an actor whose replicas have unequal numbers of rows.
 
-    Errors come from 3 rows for each of two replicas, and from wrong losses.
+    Errors come from 3 rows for each of two replicas, from wrong losses, and from a loss whose column nobody produced.
     """
     actor = Group(run, "actor", TrainingActor, rank, policy)
     errors = []
@@ -289,6 +306,11 @@ def update_in_mini_batches(
             actor.call("update", batch)
         except ConfigError as error:
             errors.append(str(error))
+    actor.restart(with_loss(run, KL_COV_LOSS))
+    try:
+        actor.call("update", batch)
+    except ProtocolError as error:
+        errors.append(str(error))
     actor.restart(run)
     return errors, actor.call("update", batch), actor.pieces()
 

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from hybridengine.algorithms.losses.aggregation import Aggregation
 from hybridengine.algorithms.losses.dpo import dpo_loss
-from hybridengine.algorithms.losses.policy import entropy_bonus, kl_loss, policy_loss
+from hybridengine.algorithms.losses.policy import entropy_bonus, kl_loss
 from hybridengine.algorithms.losses.value import value_loss
 from hybridengine.config import RunConfig
 from hybridengine.config.role_sections import TrainedSection
 from hybridengine.drivers.online_dpo import OnlineDpo
+from hybridengine.importing import import_object
 
 
 def plain_update(
@@ -63,17 +64,11 @@ def _loss(model: Any, run: RunConfig, role: str, batch: TensorDictBase) -> Tenso
         losses_BR = -torch.where(mask_BR, batch["advantages"].double() * log_probs_BR, 0.0)
         bonus = entropy_bonus(entropies_BR, mask_BR, actor.entropy_coef, aggregation)
         return (losses_BR.sum() + bonus.loss_sum) / mask_BR.sum()
-    weights_BR = batch["weights"].double() if run.algorithm.correction else None
+    names = {"log_probs", "advantages", "weights", "covariant"} & set(batch.keys())
+    columns = {name: batch[name] if name == "covariant" else batch[name].double() for name in names}
+    policy_loss = import_object(run.algorithm.loss)
     total = policy_loss(
-        log_probs_BR,
-        batch["log_probs"].double(),
-        batch["advantages"].double(),
-        mask_BR,
-        actor.clip_low,
-        actor.clip_high,
-        dual_clip=actor.dual_clip,
-        weights_BR=weights_BR,
-        aggregation=aggregation,
+        log_probs_BR, columns | {"mask": mask_BR}, run.algorithm, actor, aggregation
     ) + entropy_bonus(entropies_BR, mask_BR, actor.entropy_coef, aggregation)
     if actor.kl_loss_coef:
         total = total + kl_loss(

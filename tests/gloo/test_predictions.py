@@ -1,4 +1,6 @@
-"""Log-probs, entropies, likeliest tokens and gradients on a sharded vocabulary, beside float64 autograd on all of it."""
+"""Log-probs, entropies, squared probabilities, likeliest tokens and gradients on a sharded vocabulary, beside float64
+autograd on all of it.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +29,7 @@ TEMPERATURES = (1.0, 0.7, "by row")
 BLOCKS = (1, 2**25)
 """Logits of a block: those of one token, or all."""
 NUM_TOP = 50
+SHARPENED = 0.7
 
 
 @dataclass
@@ -47,6 +50,8 @@ class Found:
     weight_grad: Tensor
     ids: Tensor
     top_log_probs: Tensor
+    squares: Tensor
+    """Sums of squared probabilities at the temperature `SHARPENED`."""
 
 
 def make_case(dtype: torch.dtype, temperature: float | str) -> Case:
@@ -95,8 +100,8 @@ def on_own_shard(rank: int, dtype: torch.dtype) -> list[Found]:
         assert weight.grad.dtype == hidden.grad.dtype == dtype
         partial = hidden.grad.double()
         torch.distributed.all_reduce(partial, group=group)
-        top = one.most_likely(NUM_TOP)
-        results.append(Found(log_probs.detach(), entropies.detach(), partial, weight.grad, *top))
+        top, squares = one.most_likely(NUM_TOP), one.squared_probs(SHARPENED)
+        results.append(Found(log_probs.detach(), entropies.detach(), partial, weight.grad, *top, squares))
     return results
 
 
@@ -115,7 +120,10 @@ def expected(case: Case) -> Found:
     assert hidden.grad is not None
     assert weight.grad is not None
     top = logits.detach().log_softmax(-1).topk(NUM_TOP)
-    return Found(log_probs.detach(), entropies.detach(), hidden.grad, weight.grad, top.indices, top.values)
+    squares = (logits.detach() / SHARPENED).softmax(-1).square().sum(-1)
+    return Found(
+        log_probs.detach(), entropies.detach(), hidden.grad, weight.grad, top.indices, top.values, squares
+    )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
@@ -128,7 +136,7 @@ def test_values_and_gradients_on_every_tensor_parallel_size(
         for rank, results in enumerate(by_rank):
             found, width = results[index], PADDED // grid.sizes.tp_size
             first = grid.coordinate(rank).tp_rank * width
-            for name in ("log_probs", "entropies", "hidden_grad", "top_log_probs"):
+            for name in ("log_probs", "entropies", "hidden_grad", "top_log_probs", "squares"):
                 one, other = getattr(found, name).double(), getattr(right, name)
                 torch.testing.assert_close(one, other, atol=2 * tolerance, rtol=tolerance, msg=name)
             own = right.weight_grad[first : first + width]

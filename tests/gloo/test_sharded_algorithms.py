@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hybridengine.algorithms.across import ONE_PROCESS
 from hybridengine.algorithms.kl import KL_ESTIMATORS
 from hybridengine.config.algorithm import ALGORITHMS, CorrectionName, algorithm_class
+from hybridengine.config.loss_sections import COVARIANCE_LOSSES
 from hybridengine.config.role_sections import LossAggregation
 from hybridengine.config.run_config import TRAINED
 from tests.gloo import sharded_cases as cases
@@ -212,7 +213,8 @@ def test_replicas_with_unequal_rows_make_equally_many_steps(seen: Seen, run_rank
             "3 rows of one replica of actor must be at least 1 for each of actor.mini_batches=4" in errors[0]
         )
         assert "3 rows of one replica of actor must be a multiple of 2, which stay together" in errors[1]
-        number, detached = errors[2:]
+        number, detached, uncovered = errors[2:]
+        assert uncovered.startswith("actor.update: columns ['covariant'] are needed with algorithm.loss=")
         assert f"algorithm.loss={on_ranks.__name__}:loss_as_a_number returned a float; return a" in number
         assert (
             f"{on_ranks.__name__}:loss_without_gradient returned a loss without a gradient; compute"
@@ -233,6 +235,9 @@ def test_the_cases_are_all_that_a_configuration_offers():
     assert {algorithm.get("kl_estimator", "k1") for algorithm in algorithms} == set(KL_ESTIMATORS)
     assert {actor.get("kl_loss_estimator") for actor in actors} >= set(KL_ESTIMATORS)
     assert {actor.get("loss_aggregation", "token") for actor in actors} == set(get_args(LossAggregation))
+    assert {actor.get("kl_loss_estimator", "")[-1:] for actor in actors} >= {"+"}
+    assert {algorithm.get("baseline") for algorithm in algorithms} >= {"length_weighted", "token"}
+    assert {algorithm.get("loss") for algorithm in algorithms} >= {*COVARIANCE_LOSSES}
     assert {algorithm.get("normalize_std", True) for algorithm in algorithms} == {True, False}
     assert {algorithm.get("whiten_advantages", True) for algorithm in algorithms} == {True, False}
     for case in CASES:

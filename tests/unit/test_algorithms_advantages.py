@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hybridengine.algorithms.advantages import gae, token_rewards
+from hybridengine.algorithms.advantages import gae, length_adaptive_lambdas, token_rewards
 from hybridengine.algorithms.masking import response_mask
 
 LENGTHS = [4, 0, 1, 6, 3]
@@ -64,6 +64,24 @@ def test_gae_against_the_sum_of_deltas(gamma: float, lam: float) -> None:
         assert advantages_BR[b].tolist() == pytest.approx(expected + padding, rel=1e-12, abs=1e-14)
         returns = [advantage + value for advantage, value in zip(expected, values, strict=True)]
         assert returns_BR[b].tolist() == pytest.approx(returns + padding, rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.3, 2.0])
+def test_lambdas_of_their_own_for_rows_of_each_length(alpha: float) -> None:
+    """1 - 1/(alpha·l) counts valid tokens, not holes, and is 0 where it would be negative; VAPO, section 4.2."""
+    mask_BR = response_mask(torch.tensor(LENGTHS), WIDTH)
+    mask_BR[3, 1:3] = False
+    lambdas_B = length_adaptive_lambdas(mask_BR, alpha)
+    counts = [4, 0, 1, 4, 3]
+    assert lambdas_B.tolist() == pytest.approx([max(0.0, 1 - 1 / (alpha * max(n, 1))) for n in counts])
+    rewards_BR, values_BR = _seeded(2, mask_BR), _seeded(3, mask_BR)
+    advantages_BR, _ = gae(rewards_BR, values_BR, mask_BR, 0.9, lambdas_B)
+    for b, lam in enumerate(lambdas_B.tolist()):
+        row = mask_BR[b]
+        rewards, values = rewards_BR[b][row].tolist(), values_BR[b][row].tolist()
+        expected = _discounted_sum_of_deltas(rewards, values, 0.9, lam)
+        assert advantages_BR[b][row].tolist() == pytest.approx(expected, rel=1e-12, abs=1e-14)
+        assert not advantages_BR[b][~row].any()
 
 
 def test_gae_with_lambda_one_returns_the_reward_to_go() -> None:

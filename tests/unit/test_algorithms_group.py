@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridengine.algorithms.advantages import grpo, rloo
+from hybridengine.algorithms.group_advantages import grpo, rloo
 from hybridengine.algorithms.masking import over_tokens, response_mask
 from tests.unit.test_algorithms_across import cut, joined, on_ranks
 

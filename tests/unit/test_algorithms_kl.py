@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hybridengine.algorithms.kl import KL_ESTIMATORS, k1, k2, k3
+from hybridengine.algorithms.kl import KL_ESTIMATORS, absolute, k1, k2, k3
 
 DIFFERENCES = [-3.0, -0.5, 0.0, 1e-4, 0.7, 4.0]
 
@@ -18,6 +18,7 @@ def test_formulas(difference: float) -> None:
     ref_log_probs = torch.tensor([-1.25], dtype=torch.float64)
     d = (-1.25 + difference) - -1.25
     assert k1(log_probs, ref_log_probs).item() == d
+    assert absolute(log_probs, ref_log_probs).item() == abs(d)
     assert k2(log_probs, ref_log_probs).item() == pytest.approx(d**2 / 2, rel=1e-13)
     assert k3(log_probs, ref_log_probs).item() == pytest.approx(math.exp(-d) + d - 1, rel=1e-6, abs=1e-15)
 

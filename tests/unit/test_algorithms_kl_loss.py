@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
@@ -10,12 +12,30 @@ import torch
 from hybridengine.algorithms.losses.aggregation import PER_TOKEN, Aggregation
 from hybridengine.algorithms.losses.policy import kl_loss
 from hybridengine.algorithms.masking import response_mask
+from hybridengine.config.role_sections import ActorSection
 
 LENGTHS = [4, 0, 1, 2]
 MASK_BR = response_mask(torch.tensor(LENGTHS), 4)
 PLACES = [(b, j) for b, length in enumerate(LENGTHS) for j in range(length)]
-VALUES = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) + d - 1}
-SLOPES = {"k1": lambda d: 1.0, "k2": lambda d: d, "k3": lambda d: 1 - math.exp(-d)}
+VALUES: dict[str, Callable[[float], float]] = {
+    "k1": lambda d: d,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: math.exp(-d) + d - 1,
+    "abs": abs,
+}
+SLOPES: dict[str, Callable[[float], float]] = {
+    "k1": lambda d: 1.0,
+    "k2": lambda d: d,
+    "k3": lambda d: 1 - math.exp(-d),
+    "abs": lambda d: math.copysign(1.0, d),
+}
+for straight_through in ("k1", "k3", "abs"):  # their value, with the gradient of k2
+    VALUES[f"{straight_through}+"] = VALUES[straight_through]
+    SLOPES[f"{straight_through}+"] = SLOPES["k2"]
+
+
+def test_these_are_the_estimators_of_a_configuration() -> None:
+    assert set(get_args(ActorSection.model_fields["kl_loss_estimator"].annotation)) == set(VALUES)
 
 
 def _columns() -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +92,9 @@ def test_what_the_expected_gradient_is(name: str) -> None:
         "k1": 0.0 * policy.sum(),
         "k2": (policy.exp() * (policy - ref)).sum(),
         "k3": (ref.exp() * (ref - policy)).sum(),
+        "abs": (policy.exp() - ref.exp()).abs().sum(),
     }
+    divergences |= {f"{estimator}+": divergences["k2"] for estimator in ("k1", "k3", "abs")}
     (exact,) = torch.autograd.grad(divergences[name], logits, retain_graph=True)
     expected = torch.zeros_like(logits)
     for token, probability in enumerate(policy.exp().tolist()):

@@ -293,7 +293,7 @@ def test_empty_sections_mean_defaults(tmp_path: Path) -> None:
         ("cluster.ranks_per_node=4", ["cluster.ranks_per_node=4 must be a list; "]),
         ("cluster.ranks_per_node=[-1]", ["cluster.ranks_per_node[0]=-1 must be at least 1; "]),
         ("cluster.ranks_per_node=[2,-1]", ["cluster.ranks_per_node[1]=-1 must be at least 1; "]),
-        ("algorithm.kl_estimator=k4", ["algorithm.kl_estimator=\"k4\" must be 'k1', 'k2' or 'k3'; "]),
+        ("algorithm.kl_estimator=k4", ["algorithm.kl_estimator=\"k4\" must be 'k1', 'k2', 'k3' or 'abs'; "]),
         ("cluster.rank_order=papre", ["'paper' or 'megatron'; did you mean 'paper'?"]),
         (
             "actor.parallel=2-2",

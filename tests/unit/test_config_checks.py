@@ -274,7 +274,7 @@ class Unjudged(Algorithm):
                 "actor.dual_clip=3",
             ],
             [
-                "actor.dual_clip=3 is not read by algorithm.loss=hybridengine.algorithms.losses.policy:cispo_loss, which"
+                "actor.dual_clip=3 is not read by algorithm.loss=hybridengine.algorithms.losses.policy:cispo_loss; leave"
             ],
         ),
         (

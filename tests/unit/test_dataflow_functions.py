@@ -130,6 +130,27 @@ def test_advantages_of_ppo() -> None:
     assert "weights" not in found
 
 
+def test_advantages_of_ppo_with_two_lambdas() -> None:
+    """VAPO: the critic's returns with a lambda of 1, advantages with one that depends on the response's length."""
+    algorithm = SETTINGS.model_copy(update={"critic_lam": 1.0, "lam_alpha": 0.4, "whiten_advantages": False})
+    found = advantages.ppo(ROWS.clone(), ONE_PROCESS, algorithm, SAMPLES)
+    estimates, returns = {}, {}
+    for row in KEPT:
+        values = ROWS["values"][row, : LENGTHS[row]].tolist()
+        lam = max(0.0, 1 - 1 / (0.4 * max(LENGTHS[row], 1)))
+        estimates[row] = gae_of(rewards_of(row), values, 0.9, lam)
+        returns[row] = [
+            one + two for one, two in zip(gae_of(rewards_of(row), values, 0.9, 1.0), values, strict=True)
+        ]
+    assert_rows(found["advantages"], estimates)
+    assert_rows(found["returns"], returns)
+    without = algorithm.model_copy(update={"critic_lam": None})
+    found = advantages.ppo(ROWS.clone(), ONE_PROCESS, without, SAMPLES)
+    assert_rows(found["advantages"], estimates)
+    plain = advantages.ppo(ROWS.clone(), ONE_PROCESS, SETTINGS, SAMPLES)
+    assert torch.equal(found["returns"], plain["returns"])
+
+
 @pytest.mark.parametrize("normalize_std", [True, False])
 def test_advantages_of_grpo(normalize_std: bool) -> None:
     settings = Grpo(normalize_std=normalize_std)
@@ -143,6 +164,66 @@ def test_advantages_of_grpo(normalize_std: bool) -> None:
         for row, score in zip(rows, scores, strict=True):
             expected[row] = [(score - mean) / (deviation if normalize_std else 1.0)] * LENGTHS[row]
     assert_rows(found["advantages"], expected)
+
+
+def scores_of(first: int) -> dict[int, float]:
+    return {row: float(ROWS["scores"][row]) for row in range(first, first + SAMPLES) if row in KEPT}
+
+
+def test_advantages_of_grpo_with_other_baselines() -> None:
+    expected: dict[str, dict[int, list[float]]] = {"length_weighted": {}, "best_other": {}}
+    for first in range(0, NUM_ROWS, SAMPLES):
+        scores = scores_of(first)
+        total = sum(LENGTHS[row] for row in scores)
+        mean = sum(LENGTHS[row] * score for row, score in scores.items()) / total
+        for row, score in scores.items():
+            others = max(value for other, value in scores.items() if other != row)
+            expected["length_weighted"][row] = [score - mean] * LENGTHS[row]
+            expected["best_other"][row] = [max(0.0, score - others)] * LENGTHS[row]
+    for name, wanted in expected.items():
+        algorithm = Grpo(baseline=name, normalize_std=False)  # type: ignore[arg-type]
+        found = advantages.grpo(ROWS.clone(), ONE_PROCESS, algorithm, SAMPLES)
+        assert found["advantages"].any()
+        assert_rows(found["advantages"], wanted)
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_advantages_of_grpo_with_a_baseline_for_each_token(corrected: bool) -> None:
+    """Energies are 1 - 2·pi + sum(pi^2), times the square of a correction's weight."""
+    correction = CorrectionSection(name="token_tis", high=1.5) if corrected else None
+    algorithm = Grpo(baseline="token", normalize_std=False, correction=correction)
+    squares = torch.rand(NUM_ROWS, WIDTH, generator=torch.Generator().manual_seed(9)).double()
+    rows = ROWS.clone().update({"squared_probs": squares})
+    found = advantages.grpo(rows, ONE_PROCESS, algorithm, SAMPLES)
+
+    def weight(row: int, place: int) -> float:
+        total = 0.0
+        for earlier in range(place + 1):
+            probability = math.exp(float(ROWS["log_probs"][row, earlier]))
+            ratio = probability / math.exp(float(ROWS["rollout_log_probs"][row, earlier]))
+            energy = 1 - 2 * probability + float(squares[row, earlier])
+            total += energy * (min(ratio, 1.5) ** 2 if corrected else 1.0)
+        return total
+
+    expected = {}
+    for first in range(0, NUM_ROWS, SAMPLES):
+        scores = scores_of(first)
+        for row, score in scores.items():
+            expected[row] = []
+            for place in range(LENGTHS[row]):
+                known = {other: weight(other, place) for other in scores if LENGTHS[other] > place}
+                mean = sum(scores[other] * w for other, w in known.items()) / sum(known.values())
+                expected[row].append(score - (mean if len(known) > 1 else 0.0))
+    assert_rows(found["advantages"], expected)
+
+
+def test_advantages_of_grpo_make_up_for_equal_scores() -> None:
+    rows = ROWS.clone()
+    rows["scores"][:SAMPLES] = 2.0
+    plain = advantages.grpo(rows.clone(), ONE_PROCESS, Grpo(), SAMPLES)
+    found = advantages.grpo(rows.clone(), ONE_PROCESS, Grpo(rescale_equal=True), SAMPLES)
+    kept = [row for row in KEPT if row >= SAMPLES]
+    assert torch.allclose(found["advantages"], plain["advantages"] * len(KEPT) / len(kept), atol=0)
 
 
 def test_advantages_of_rloo() -> None:
@@ -168,6 +249,17 @@ def test_advantages_of_reinforce_plus_plus() -> None:
     algorithm = ReinforcePlusPlus(kl_coef=0.1, gamma=0.9)
     found = advantages.reinforce_plus_plus(ROWS.clone(), ONE_PROCESS, algorithm, SAMPLES)
     assert_rows(found["advantages"], whitened({row: returns_of(rewards_of(row), 0.9) for row in KEPT}))
+
+
+def test_advantages_of_reinforce_plus_plus_with_a_group_baseline() -> None:
+    algorithm = ReinforcePlusPlus(kl_coef=0.1, group_baseline=True)
+    found = advantages.reinforce_plus_plus(ROWS.clone(), ONE_PROCESS, algorithm, SAMPLES)
+    differences = {}
+    for first in range(0, NUM_ROWS, SAMPLES):
+        rewards = {row: sum(rewards_of(row)) for row in range(first, first + SAMPLES) if row in KEPT}
+        mean = sum(rewards.values()) / len(rewards)
+        differences |= {row: [reward - mean] * LENGTHS[row] for row, reward in rewards.items()}
+    assert_rows(found["advantages"], whitened(differences))
 
 
 def test_advantages_of_remax() -> None:

@@ -119,7 +119,7 @@ FAILURES = {
     "text": ("result", 0, r'it returned "a text", a str; return a Result, a number or None'),
     "metric": ("result", 0, r"it returned the metric 'strange'"),
     "forge": ("result", 0, r"turn 0 with tokens that the model did not draw"),
-    "stop": ("raised", 1, r"EpisodeError: stop='' must be texts that are not empty"),
+    "stop": ("raised", 1, r"EpisodeError: stop=.. must be texts that are not empty"),
     "unknown": ("raised", 1, r"1000000000 is not a token of the model"),
     "other": ("raised", 1, r"the prompt of turn 1 differs from the \d+ tokens of the episode at token \d+"),
     "twice": ("raised", 1, r"another turn of this episode is being drawn"),
@@ -127,6 +127,19 @@ FAILURES = {
     "none": ("", 0, ""),
     "exclude": ("", 1, ""),
 }
+
+
+def test_lines_of_an_episode_that_was_dropped_are_not_those_of_one_that_begins_again(
+    talking: Episodes,
+) -> None:
+    for _ in range(20):
+        talking.begin(3, row("talk 2"), [])
+        talking.events(0.02)
+        talking.drop([3])
+    talking.begin(3, row("talk 2"), [])
+    ended, wanted = played(talking, 1)
+    assert [one.turn for one in wanted] == [0, 1]
+    assert ended[3].kind == ""
 
 
 def test_every_way_to_fail_is_named_and_the_others_go_on(talking: Episodes) -> None:

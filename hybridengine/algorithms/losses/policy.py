@@ -1,5 +1,7 @@
 """Terms of the actor's loss: PPO's clipped policy loss with later variants, GSPO and CISPO, KL divergence, entropy bonus.
 
+Other policy losses that `algorithm.loss` chooses are in unclipped.py and covariance.py.
+
 Shape suffixes: B sequences, R response tokens.
 """
 
@@ -10,15 +12,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hybridengine.algorithms.kl import KL_ESTIMATORS, k1, k3
+from hybridengine.algorithms.kl import KL_ESTIMATORS, k2, straight_through
 from hybridengine.algorithms.losses.aggregation import PER_TOKEN, Aggregation, LossStats, SummedLoss
+from hybridengine.algorithms.losses.parts import cleaned, summed_loss
 from hybridengine.algorithms.losses.ratios import (
     bounded_ratios,
     cispo_gains,
     clipped_gains,
     sequence_ratios,
 )
-from hybridengine.algorithms.masking import check_shapes, masked_max, masked_sum, zero_masked
+from hybridengine.algorithms.masking import check_shapes, masked_sum, zero_masked
 from hybridengine.config.algorithm import Algorithm
 from hybridengine.config.role_sections import ActorSection
 
@@ -54,7 +57,7 @@ def policy_loss(
         sequences: arXiv 2507.18071, section 4.
     """
     assert dual_clip is None or dual_clip > 1, f"dual_clip={dual_clip} must be above 1, or None"
-    new_BR, old_BR, advantages_BR = _clean(log_probs_BR, old_log_probs_BR, advantages_BR, mask_BR)
+    new_BR, old_BR, advantages_BR = cleaned(log_probs_BR, old_log_probs_BR, advantages_BR, mask_BR)
     ratios_BR = sequence_ratios(new_BR, old_BR, mask_BR) if per_sequence else bounded_ratios(new_BR - old_BR)
     low, high = 1.0 - clip_low, 1.0 + clip_high
     gains_BR = clipped_gains(ratios_BR, advantages_BR, low, high)
@@ -65,8 +68,7 @@ def policy_loss(
     if dual_clip is not None:
         clips["actor/dual_clip_fraction"] = (advantages_BR < 0) & (ratios_BR > dual_clip)
         gains_BR = torch.where(clips["actor/dual_clip_fraction"], dual_clip * advantages_BR, gains_BR)
-    loss_sum = _loss_sum(gains_BR, weights_BR, mask_BR, aggregation)
-    return SummedLoss(loss_sum, _stats(loss_sum, clips, ratios_BR, new_BR, old_BR, mask_BR, aggregation))
+    return summed_loss(gains_BR, ratios_BR, new_BR, old_BR, mask_BR, weights_BR, aggregation, clips)
 
 
 def clipped_weight_loss(
@@ -90,7 +92,7 @@ def clipped_weight_loss(
         range (clip_high_fraction), whatever their advantage.
     Source: CISPO, arXiv 2506.13585, equation 4.
     """
-    new_BR, old_BR, advantages_BR = _clean(log_probs_BR, old_log_probs_BR, advantages_BR, mask_BR)
+    new_BR, old_BR, advantages_BR = cleaned(log_probs_BR, old_log_probs_BR, advantages_BR, mask_BR)
     ratios_BR = bounded_ratios(new_BR - old_BR)
     low, high = 1.0 - clip_low, 1.0 + clip_high
     gains_BR = cispo_gains(ratios_BR, new_BR, advantages_BR, low, high)
@@ -98,55 +100,7 @@ def clipped_weight_loss(
         "actor/clip_low_fraction": ratios_BR < low,
         "actor/clip_high_fraction": ratios_BR > high,
     }
-    loss_sum = _loss_sum(gains_BR, weights_BR, mask_BR, aggregation)
-    return SummedLoss(loss_sum, _stats(loss_sum, clips, ratios_BR, new_BR, old_BR, mask_BR, aggregation))
-
-
-def _clean(
-    log_probs_BR: Tensor, old_log_probs_BR: Tensor, advantages_BR: Tensor, mask_BR: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs, old log-probs and advantages with zeros at masked entries; only the first have a gradient."""
-    check_shapes(log_probs_BR=log_probs_BR, old_log_probs_BR=old_log_probs_BR)
-    check_shapes(advantages_BR=advantages_BR, log_probs_BR=log_probs_BR, mask_BR=mask_BR)
-    old_BR, advantages_BR = (
-        zero_masked(c_BR.detach(), mask_BR) for c_BR in (old_log_probs_BR, advantages_BR)
-    )
-    return zero_masked(log_probs_BR, mask_BR), old_BR, advantages_BR
-
-
-def _loss_sum(
-    gains_BR: Tensor, weights_BR: Tensor | None, mask_BR: Tensor, aggregation: Aggregation
-) -> Tensor:
-    if weights_BR is not None:
-        check_shapes(weights_BR=weights_BR, mask_BR=mask_BR)
-        gains_BR = gains_BR * weights_BR.detach()
-    return aggregation.loss_sum(-gains_BR, mask_BR)
-
-
-@torch.no_grad()
-def _stats(
-    loss_sum: Tensor,
-    clips: Mapping[str, Tensor],
-    ratios_BR: Tensor,
-    log_probs_BR: Tensor,
-    old_log_probs_BR: Tensor,
-    mask_BR: Tensor,
-    aggregation: Aggregation,
-) -> LossStats:
-    """Return the loss by its own count, and per token the fractions `clips` and of any of them, KL and ratios."""
-    clipped = {**clips, "actor/clip_fraction": torch.stack(list(clips.values())).any(0)}
-    per_token = {name: clipped_BR.to(ratios_BR.dtype) for name, clipped_BR in clipped.items()} | {
-        "actor/approx_kl_k1": k1(old_log_probs_BR, log_probs_BR),
-        "actor/approx_kl_k3": k3(old_log_probs_BR, log_probs_BR),
-        "actor/ratio_mean": ratios_BR,
-    }
-    sums = {name: masked_sum(values_BR, mask_BR) for name, values_BR in per_token.items()}
-    mean = "actor/policy_loss"
-    return LossStats(
-        {mean: loss_sum.detach().clone(), **sums},
-        {"actor/ratio_max": masked_max(ratios_BR, mask_BR)},
-        {mean: aggregation.count(mask_BR)},
-    )
+    return summed_loss(gains_BR, ratios_BR, new_BR, old_BR, mask_BR, weights_BR, aggregation, clips)
 
 
 def kl_loss(
@@ -164,15 +118,18 @@ def kl_loss(
         k1    0: the value is unbiased, but as a loss it has no direction and only adds noise
         k2    grad KL(pi || pi_ref), though the value is biased
         k3    grad KL(pi_ref || pi), the other direction; the two agree to first order near pi = pi_ref. GRPO's choice
+        abs   the gradient of the total variation distance of pi and pi_ref, doubled
+        k1+, k3+, abs+: straight through, that is the value of k1, k3 or abs with the gradient of k2
 
     Shapes: all [B, R].
     Stats, as a mean per token once divided: actor/kl_loss (the estimator's value, without the coefficient).
     Source: arXiv 2402.03300, equations 3 and 4; gradients: arXiv 2510.01555.
     """
     check_shapes(log_probs_BR=log_probs_BR, ref_log_probs_BR=ref_log_probs_BR, mask_BR=mask_BR)
-    kl_BR = KL_ESTIMATORS[estimator](
-        zero_masked(log_probs_BR, mask_BR), zero_masked(ref_log_probs_BR.detach(), mask_BR)
-    )
+    both_BR = zero_masked(log_probs_BR, mask_BR), zero_masked(ref_log_probs_BR.detach(), mask_BR)
+    kl_BR = KL_ESTIMATORS[estimator.removesuffix("+")](*both_BR)
+    if estimator.endswith("+"):
+        kl_BR = straight_through(kl_BR, k2(*both_BR))
     loss_sum = coefficient * aggregation.loss_sum(kl_BR, mask_BR)
     return SummedLoss(loss_sum, LossStats({"actor/kl_loss": masked_sum(kl_BR.detach(), mask_BR)}))
 

@@ -1,4 +1,4 @@
-"""Ratios of two policies, and the gains that PPO, GSPO and CISPO make of them. A loss is minus the sum of its gains.
+"""Ratios of two policies, and the gains that PPO, GSPO, CISPO and SAPO make of them; a loss is minus the sum of gains.
 
 p is the trained policy, with gradient, and q the older one. Shape suffixes: B sequences, T positions.
 """
@@ -42,3 +42,15 @@ def cispo_gains(ratios: Tensor, log_probs: Tensor, advantages: Tensor, low: floa
     Source: CISPO, arXiv 2506.13585, equation 4.
     """
     return ratios.clamp(low, high).detach() * log_probs * advantages
+
+
+def sapo_gains(
+    ratios: Tensor, advantages: Tensor, positive_temperature: float, negative_temperature: float
+) -> Tensor:
+    """Return 4/tau·sigmoid(tau·(r - 1))·A, tau by the sign of A: the slope is A at r = 1 and falls on both sides.
+
+    Source: SAPO, arXiv 2511.20347.
+    """
+    by_sign = advantages.new_tensor([negative_temperature, positive_temperature])
+    temperatures = by_sign[(advantages > 0).long()]
+    return 4.0 / temperatures * torch.sigmoid(temperatures * (ratios - 1.0)) * advantages

@@ -9,6 +9,7 @@ import pytest
 
 from hybridengine.config import load_config
 from hybridengine.config.algorithm import ALGORITHMS, CorrectionSection, algorithm_class
+from hybridengine.config.loss_sections import KL_COV_LOSS, CovarianceSection
 from hybridengine.controller.call_log import call_log
 from hybridengine.drivers.roles import Sampling, State
 from hybridengine.report import keys
@@ -88,6 +89,17 @@ def test_the_multiplier_follows_the_mean_cost(started: Started) -> None:
         assert metrics["cost/multiplier"] == pytest.approx(math.exp(logarithm), rel=1e-6)
     assert metrics["cost/tokens_mean"] == pytest.approx(metrics["rollout/response_tokens_mean"], rel=0.3)
     assert metrics["cost/mean"] == pytest.approx(2.0 * metrics["cost/tokens_mean"])
+
+
+def test_covariant_tokens_and_a_baseline_for_each_token(started: Started) -> None:
+    """Both take columns that others do not have: squared probabilities, and a choice made after the advantages."""
+    covariance = CovarianceSection(share=0.1)
+    settings = {"loss": KL_COV_LOSS, "covariance": covariance, "baseline": "token", "normalize_std": False}
+    metrics = one_step(started, "grpo", State(), **settings)
+    num_tokens = round(metrics["rollout/response_tokens_mean"] * PROMPTS * SAMPLES)
+    chosen = max(1, int(0.1 * num_tokens))
+    assert metrics["actor/covariant_fraction"] == pytest.approx(chosen / num_tokens)
+    assert metrics["actor/grad_norm"] > 0
 
 
 def test_a_correction_leaves_a_batch_on_policy_alone(started: Started) -> None:
