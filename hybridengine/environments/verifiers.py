@@ -87,7 +87,7 @@ class Verifiers:
         for index in itertools.count(seed):
             if index >= seed + count or (task := self._task(index)) is None:
                 return
-            _check_reward(self._environment, task)
+            _check_task(self._environment, task)
             yield Prompt(_messages(task.data), {"index": index}, task.key)
 
     async def play(self, client: Client, row: Row, answer: Any) -> Result:
@@ -201,9 +201,15 @@ def _messages(data: Any) -> list[Message]:
     return messages  # type: ignore[return-value]
 
 
-def _check_reward(environment: Any, task: Any) -> None:
-    """Raise DataError for a task that nobody scores: neither a reward, nor a judge, nor the environment's own code."""
+def _check_task(environment: Any, task: Any) -> None:
+    """Raise DataError for a task with tools, and for one without a reward, a judge or an environment that scores."""
     import verifiers.v1 as vf
+
+    taskset = environment.taskset
+    if taskset.toolsets(taskset.config) or task.toolsets(taskset.config.task):
+        raise DataError(
+            "gives the model tools, which its prompts do not describe; choose an environment without"
+        )
 
     own = type(environment)
     codes = (own.run, own.finalize) != (vf.SingleAgentEnv.run, vf.Env.finalize)

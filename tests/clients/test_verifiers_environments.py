@@ -130,6 +130,7 @@ def test_an_error_of_the_environment_fails_its_episode_alone(played: Played) -> 
             r"data.environment.name=verifiers/gusses is not installed \(taskset 'gusses' not found",
         ),
         ("guesses", {"moost": 3}, "refuses its options .*moost"),
+        ("unscored", {}, "has no reward: Unscored has no method with @vf.reward"),
         ("guesses", {"most": 3}, r"has 3 different prompts, and train_rows \+ eval_rows is 7"),
     ],
 )
