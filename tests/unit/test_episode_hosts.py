@@ -82,6 +82,13 @@ def row(number: int) -> dict[str, Any]:
     return {"number": number, "prompt": "1 + 1 =", "prompt_tokens": [5, 6], "answer": "2", "seed": 3}
 
 
+def own_process() -> psutil.Process:
+    """Return the process of episodes that a host in this process has started."""
+    guards = [one for one in psutil.Process().children() if SERVER in one.cmdline()]
+    (own,) = guards[0].children()
+    return own
+
+
 def events_of(episodes: Episodes, count: int) -> list[Any]:
     found, end = [], time.monotonic() + TIMEOUT_S
     while len(found) < count:
@@ -103,9 +110,8 @@ def test_episodes_on_a_host_draw_and_begin_again_when_their_process_is_killed(
         episodes.answer(4, drawn)
         (second,) = events_of(episodes, 1)
         assert (second.turn, second.added) == (1, [7])
-        (guard,) = [one for one in psutil.Process().children() if "episodes" in " ".join(one.cmdline())]
-        (own,) = guard.children()
-        own.kill()  # that of the host, which then closes the connection
+        own = own_process()
+        own.kill()  # the host then closes the connection
         (again,) = events_of(episodes, 1)
         assert again == second  # the first turn was replayed
         episodes.answer(4, Drawn([7], [13], [-3.0], True))
@@ -122,6 +128,22 @@ def test_a_host_that_is_away_is_one_error_with_its_address(key_file: Path) -> No
         away = f"127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(DataError, match=f"no host answered in 5 tries \\({away}: Connection refused\\)"):
         episodes_at([away], key_file).start()
+
+
+def test_a_host_that_goes_away_ends_the_episodes_with_its_address(tokenizer: str, key_file: Path) -> None:
+    section = EpisodeSection(function=FUNCTION)
+    with contextlib.closing(EpisodeHost(section, KEY, tokenizer, SERVER, "127.0.0.1", 0)) as host:
+        threading.Thread(target=host.serve, daemon=True).start()
+        episodes = episodes_at([f"127.0.0.1:{host.port}"], key_file)
+        episodes.start()
+    try:
+        episodes.begin(0, row(0), [])
+        events_of(episodes, 1)
+        own_process().kill()
+        with pytest.raises(DataError, match=f"no host answered in 5 tries \\(127.0.0.1:{host.port}: "):
+            events_of(episodes, 1)
+    finally:
+        episodes.close()
 
 
 def test_another_host_is_used_if_one_is_away(address: str) -> None:
