@@ -26,7 +26,13 @@ def episode_conflicts(config: RunConfig) -> Iterator[Conflict]:
             )
         return
     yield from _environment_conflicts(config, rewards)
-    if isinstance(config.algorithm, ServedAlgorithm):
+    if config.generation.replay is not None:
+        yield Conflict(
+            f"generation.replay={config.generation.replay} repeats a run bit by bit, and what functions of"
+            " rollout.episode do between turns takes time that differs; leave one of them out",
+            ("generation.replay", "rollout.episode"),
+        )
+    elif isinstance(config.algorithm, ServedAlgorithm):
         yield Conflict(
             "rollout.episode is not read by a server, whose clients draw turn by turn; leave it out",
             ("rollout.episode",),

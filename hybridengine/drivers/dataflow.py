@@ -16,14 +16,19 @@ from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.errors import ConfigError
 from hybridengine.report import keys
 
-COLUMNS = ("response_lengths", "rollout_log_probs", "log_probs", "ref_log_probs", "scores", "dropped")
+RESPONSE_MASK = "response_mask"
+"""Column of episodes alone (`rows.micro_batches`): selected here, it is passed on where it exists."""
+COLUMNS = (
+    *("response_lengths", "rollout_log_probs", "log_probs", "ref_log_probs", "scores", "dropped"),
+    RESPONSE_MASK,
+)
 """Columns passed to every advantage function."""
 STATISTICS = ("prompt_lengths", *COLUMNS)
 """Columns that `rollout_metrics` reads, in addition to `entropies`."""
 ROLLOUT_METRICS = "hybridengine.drivers.advantages:rollout_metrics"
 COVARIANT_TOKENS = "hybridengine.drivers.advantages:covariant_tokens"
-COVARIANCE_COLUMNS = ("response_lengths", "log_probs", "advantages", "keep", "trained")
-"""Columns that `covariant_tokens` reads, `trained` if there are any."""
+COVARIANCE_COLUMNS = ("response_lengths", "log_probs", "advantages", "keep", "trained", RESPONSE_MASK)
+"""Columns that `covariant_tokens` reads, the last two if there are any."""
 LOSS_PARAMETERS = ("log_probs", "columns", "algorithm", "actor", "aggregation")
 """Parameters of a loss function."""
 
@@ -43,11 +48,11 @@ def with_advantages(
     (`fresh` of an asynchronous batch, among others). If `algorithm.loss` restrains tokens of a high covariance, these are
     chosen as well; `seed` decides among equal ones.
     """
-    inputs = batch.select(*COLUMNS, *columns, *roles.mask_columns)
+    inputs = batch.select(*COLUMNS, *columns)
     batch = batch.union(roles.compute.map(inputs, algorithm.advantages, algorithm, samples, *more))
     if algorithm.loss not in COVARIANCE_LOSSES:
         return batch
-    inputs = batch.select(*COVARIANCE_COLUMNS, *roles.mask_columns)
+    inputs = batch.select(*COVARIANCE_COLUMNS)
     return batch.union(roles.compute.map(inputs, COVARIANT_TOKENS, algorithm, seed))
 
 

@@ -93,14 +93,11 @@ class Roles:
         self,
         *,
         episode_columns: Sequence[str] = (),
-        mask_columns: Sequence[str] = (),
         **groups: WorkerGroup | Scorers | Engines | BaseOfActor,
     ) -> None:
         self.__dict__.update(groups)
         self.episode_columns = tuple(episode_columns)
         """Columns of responses that are episodes (`rollouts.episodes`), for metrics; empty for other responses."""
-        self.mask_columns = tuple(mask_columns)
-        """The one of them that says which tokens are trained."""
 
     @property
     def term_columns(self) -> tuple[str, ...]:

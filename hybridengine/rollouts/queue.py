@@ -305,6 +305,11 @@ def read_queue(config: RunConfig, file: Path) -> tuple[RolloutQueue, str]:
             f"rollout.max_response_tokens={width} is less than the {longest} tokens of a response in flight; resume with"
             f" at least {longest}"
         )
+    if longest and ("marks" in state) != (config.rollout.episode is not None):
+        found = "episodes" if "marks" in state else "no episodes"
+        raise CheckpointError(
+            f"the responses in flight are {found}, and rollout.episode says otherwise; resume with it as it was"
+        )
     return queue, state["prompts_digest"].tobytes().hex()
 
 

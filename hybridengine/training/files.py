@@ -21,6 +21,7 @@ from hybridengine.data.rewards import check_reward_functions
 from hybridengine.data.tasks import write_arithmetic_files
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer, token_id
 from hybridengine.environments.files import write_environment_files
+from hybridengine.episodes.processes import check_episode
 from hybridengine.errors import CheckpointError, ConfigError, DataError, raise_all, shown
 from hybridengine.files import read_object, writing
 from hybridengine.models.checkpoint_files import copy_companions
@@ -94,6 +95,8 @@ def prepare_files(config: RunConfig) -> RunFiles:
     for name, section in reward_sections(config).items():
         if section.functions:
             _attempt(problems, check_reward_functions, name, section, config.timeouts.start_s)
+    if config.rollout.episode is not None:
+        _attempt(problems, check_episode, config.rollout.episode, config.timeouts.start_s)
     # The configuration is written last; if it exists, a resumed run keeps its original files.
     if not (config.run_folder / CONFIG_FILE).is_file():
         if config.model.build is not None:

@@ -27,7 +27,6 @@ from hybridengine.errors import ConfigError, raise_all
 from hybridengine.planning.devices import Placed, device_problems, fp8_problems, mixed_gpu_problems
 from hybridengine.report import keys
 from hybridengine.rollouts.engines import Engines
-from hybridengine.rows.micro_batches import RESPONSE_MASK
 from hybridengine.topology.nodes import order_pools
 from hybridengine.topology.sizes import TrainSizes
 from hybridengine.training.dry_run import budgets_of
@@ -199,8 +198,8 @@ class RunPools:
         if config.rollout.episode is None:
             return Roles(**groups)
         names = map(keys.episode_key, config.rollout.episode.metrics)
-        columns = (RESPONSE_MASK, keys.EPISODE_REWARD, keys.EPISODE_FAILURE, keys.EPISODE_TURNS, *names)
-        return Roles(episode_columns=columns, mask_columns=(RESPONSE_MASK,), **groups)
+        columns = (keys.EPISODE_REWARD, keys.EPISODE_FAILURE, keys.EPISODE_TURNS, *names)
+        return Roles(episode_columns=columns, **groups)
 
     def _model(self, holder: ModelHolder, worker: str, **arguments: object) -> WorkerGroup:
         config = self._config

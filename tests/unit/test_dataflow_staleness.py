@@ -169,7 +169,7 @@ class Batch(dict[str, Any]):
     """Rows in this process, with the methods that dataflows use."""
 
     def select(self, *names: str) -> Batch:
-        return Batch({name: self[name] for name in names})
+        return Batch({name: self[name] for name in names if name in self})
 
     def union(self, other: TensorDict) -> Batch:
         return Batch({**self, **dict(other.items())})
@@ -186,7 +186,7 @@ class Computing:
 
 
 def test_the_calls_of_an_asynchronous_dataflow() -> None:
-    columns = dict.fromkeys(("term_columns", "episode_columns", "mask_columns"), ())
+    columns = dict.fromkeys(("term_columns", "episode_columns"), ())
     roles: Any = type("Roles", (), {"compute": Computing(), **columns})
     found: Any = Batch(dict(batch().items()))
     trained = with_advantages(

@@ -24,7 +24,7 @@ from hybridengine.episodes.client import (
 from hybridengine.episodes.wire import Drawn, Limits, Wanted
 
 TOKENIZER = build_arithmetic_tokenizer()
-END = TOKENIZER.convert_tokens_to_ids(TURN_END)
+END: Any = TOKENIZER.convert_tokens_to_ids(TURN_END)
 TEMPLATES = {
     "demo": TOKENIZER.chat_template,
     "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -78,9 +78,10 @@ def test_a_conversation_has_the_tokens_of_its_template(
 ) -> None:
     """Rendered as a whole by transformers, where the model draws each answer and its end token."""
     TOKENIZER.chat_template = TEMPLATES[template]
-    ends = [END] if TURN_END in TEMPLATES[template] else []
+    ends: list[int] = [END] if TURN_END in TEMPLATES[template] else []
     messages = [{"role": "user", "content": "1+1"}]
-    prompt = tokens_of(TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    opened: Any = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    prompt = tokens_of(opened)
     model = Model([[*tokens_of(answer), *ends] for answer in answers])
     client = client_of(model, prompt=prompt)
 
@@ -93,7 +94,7 @@ def test_a_conversation_has_the_tokens_of_its_template(
             messages.extend([{"role": "assistant", "content": answer}, *added])
 
     asyncio.run(talk())
-    whole = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    whole: Any = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert [*client.tokens] == tokens_of(whole)
 
 
@@ -196,7 +197,8 @@ def test_what_no_episode_may_do() -> None:
         asyncio.run(drawn().generate([*PROMPT, 1, 2, 9, 9]))
     with pytest.raises(EpisodeError, match=rf"at token {len(PROMPT)}:"):
         asyncio.run(drawn().generate(PROMPT))  # a shorter one
-    for wrong in (57, -1, True, 1.5, "a"):
+    strange: list[Any] = [57, -1, True, 1.5, "a"]
+    for wrong in strange:
         with pytest.raises(EpisodeError, match="is not a token of the model, which knows 0 to 56"):
             drawn().add([wrong])
     with pytest.raises(EpisodeError, match=r"max_tokens=0 must be at least 1"):

@@ -34,6 +34,10 @@ LIMITS: dict[str, Any] = {
 }
 
 
+def limits(**changes: Any) -> Limits:
+    return Limits(**LIMITS | changes)
+
+
 def section(**options: Any) -> EpisodeSection:
     return EpisodeSection(function=f"{CASES}:does_what_the_answer_says", **options)
 
@@ -43,8 +47,9 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Episodes]:
     """Two processes with a tokenizer; no episode of their tests may end them."""
     folder = tmp_path_factory.mktemp("tokenizer")
     build_arithmetic_tokenizer().save_pretrained(folder)
-    limits = Limits(**LIMITS | {"deadline_s": 10.0})
-    with closing(Episodes(section(num_processes=2, max_running=16), limits, str(folder))) as episodes:
+    with closing(
+        Episodes(section(num_processes=2, max_running=16), limits(deadline_s=10.0), str(folder))
+    ) as episodes:
         episodes.start()
         yield episodes
 
@@ -157,8 +162,7 @@ def test_every_way_to_fail_is_named_and_the_others_go_on(talking: Episodes) -> N
 
 
 def test_an_episode_that_blocks_the_others_fails_and_they_begin_again() -> None:
-    limits = Limits(**LIMITS | {"blocked_s": 1.0})
-    with closing(Episodes(section(memory_bytes=2 * 2**30), limits, None)) as episodes:
+    with closing(Episodes(section(memory_bytes=2 * 2**30), limits(blocked_s=1.0), None)) as episodes:
         episodes.start()
         for number, answer in enumerate(["allocate", "block", "sleep", "fine"]):
             episodes.begin(number, row(answer), [])
@@ -172,7 +176,7 @@ def test_an_episode_that_blocks_the_others_fails_and_they_begin_again() -> None:
 
 def test_episodes_of_a_process_that_is_killed_are_given_their_turns(tmp_path: Path) -> None:
     """One adds the same as before, and each of its turns is drawn once; the other gets a new second turn."""
-    with closing(Episodes(section(), Limits(**LIMITS), None)) as episodes:
+    with closing(Episodes(section(), limits(), None)) as episodes:
         episodes.start()
         first = episodes._processes[0].guarded
         episodes.begin(0, row("turns"), [])
@@ -195,7 +199,7 @@ def test_episodes_of_a_process_that_is_killed_are_given_their_turns(tmp_path: Pa
 
 def test_an_episode_under_which_processes_end_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "MOST_STARTS", 2)
-    with closing(Episodes(section(), Limits(**LIMITS), None)) as episodes:
+    with closing(Episodes(section(), limits(), None)) as episodes:
         episodes.start()
         episodes.begin(0, row("die"), [])
         ended, wanted = played(episodes, 1)
@@ -206,7 +210,7 @@ def test_an_episode_under_which_processes_end_fails(monkeypatch: pytest.MonkeyPa
 
 def test_a_process_that_does_not_react_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "GRACE_S", 1.0)
-    with closing(Episodes(section(), Limits(**LIMITS | {"deadline_s": 2.0}), None)) as episodes:
+    with closing(Episodes(section(), limits(deadline_s=2.0), None)) as episodes:
         episodes.start()
         episodes.begin(0, row("turns"), [])
 

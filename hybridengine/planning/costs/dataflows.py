@@ -225,7 +225,7 @@ def calls_of(
     trace = _Trace(num_prompts * samples_per_prompt)
     kinds = {role: _Engines if role == "generation" else _Group for role in (*algorithm.roles, *HELPERS)}
     groups = {role: kind(trace, role) for role, kind in kinds.items()}
-    roles = SimpleNamespace(**groups, term_columns=(), episode_columns=(), mask_columns=())
+    roles = SimpleNamespace(**groups, term_columns=(), episode_columns=())
     sampling = SimpleNamespace(
         step=1,
         num_prompts=num_prompts,
