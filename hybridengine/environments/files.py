@@ -39,12 +39,7 @@ def write_environment_files(config: RunConfig) -> dict[str, Path]:
 def _rows(section: dict[str, Any], python: str | None, timeout_s: float) -> list[dict[str, Any]]:
     """Return the rows that a process writes for a section."""
     named = f"data.environment.name={section['name']}"
-    try:
-        process = GuardedProcess(SERVER, section["name"], "environment", python)
-    except OSError as error:
-        raise DataError(
-            f"rollout.episode.python={python} cannot be started ({error.strerror}); correct it"
-        ) from None
+    process = GuardedProcess(SERVER, section["name"], "environment", python)
     end, received = time.monotonic() + timeout_s, bytearray()
     try:
         process.channel.sendall(json.dumps(section).encode() + b"\n")

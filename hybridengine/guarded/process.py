@@ -18,6 +18,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from hybridengine.errors import DataError
 from hybridengine.guarded.guard import SIGNAL_EXIT_CODE
 from hybridengine.temporary import make_folder
 
@@ -43,6 +44,8 @@ class GuardedProcess:
         kind: word in the name of its temporary folder.
         python: interpreter of another environment, whose packages it sees instead of this one's; this project and the
             folders of the user's modules stay visible.
+
+    Raises DataError if the interpreter cannot be started.
     """
 
     def __init__(self, server: str, title: str, kind: str, python: str | None = None) -> None:
@@ -51,16 +54,24 @@ class GuardedProcess:
         self._group: int | None = None
         with theirs:
             places = json.dumps([_module_places(python is not None), python is not None])
-            self._process = subprocess.Popen(
-                [python or sys.executable, "-c", BOOTSTRAP, str(theirs.fileno()), server, places, title],
-                stdin=subprocess.PIPE,  # the lifeline: nothing is written to it before the end
-                stdout=2,
-                stderr=2,
-                pass_fds=(theirs.fileno(),),
-                env=child_environment(os.environ),
-                cwd=self.folder,
-                start_new_session=True,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [python or sys.executable, "-c", BOOTSTRAP, str(theirs.fileno()), server, places, title],
+                    stdin=subprocess.PIPE,  # the lifeline: nothing is written to it before the end
+                    stdout=2,
+                    stderr=2,
+                    pass_fds=(theirs.fileno(),),
+                    env=child_environment(os.environ),
+                    cwd=self.folder,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self.channel.close()
+                shutil.rmtree(self.folder, ignore_errors=True)
+                raise DataError(
+                    f"the Python {python or sys.executable} of user code cannot be started ({error.strerror}); correct"
+                    " its path"
+                ) from None
 
     @property
     def pid(self) -> int:

@@ -107,6 +107,7 @@ def prepare_files(config: RunConfig) -> RunFiles:
             _attempt(problems, write_arithmetic_files, config.data_folder, config.data.task)
         elif config.data.environment is not None:
             _attempt(problems, write_environment_files, config)
+            raise_all(problems, DataError)  # its files are missing otherwise
     shape = _attempt(problems, check_weights, config.model_folder)
     tokenizer = _attempt(problems, load_tokenizer, config.tokenizer_folder, pad_with_eos=True)
     if shape is None or tokenizer is None:

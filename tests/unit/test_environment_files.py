@@ -167,6 +167,6 @@ def test_another_python_is_used_and_a_missing_one_named(tmp_path: Path) -> None:
     write_environment_files(config_with(tmp_path, CHAINS, f"rollout.episode.python={script}"))
     assert (tmp_path / "used").exists()
     with pytest.raises(
-        DataError, match=r"rollout.episode.python=/no/python cannot be started \(No such file"
+        DataError, match=r"the Python /no/python of user code cannot be started \(No such file"
     ):
         write_environment_files(config_with(tmp_path, CHAINS, "rollout.episode.python=/no/python"))
