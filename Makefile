@@ -190,5 +190,5 @@ $(TOOLS)/bin/uv: | check-python
 # uv knows pip's settings under names of its own. The header of a lock names `make lock`, no command line with paths.
 COMPILE = UV_FIND_LINKS="$$(tr ' ' ',' <<< "$${PIP_FIND_LINKS:-}")" UV_CUSTOM_COMPILE_COMMAND="make lock" \
   $(TOOLS)/bin/uv pip compile pyproject.toml --quiet \
-  --extra tasks --extra serve --extra plots --extra dev $(3) \
+  --extra environments --extra tools --extra serve --extra plots --extra dev $(3) \
   --python-version $(1) --no-emit-find-links --no-emit-index-url -o $(2)

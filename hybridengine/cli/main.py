@@ -20,6 +20,7 @@ from hybridengine.cli import (
     demo,
     dispatch_bench,
     doctor,
+    episodes_serve,
     launch_kuberay,
     launch_node,
     launch_slurm,
@@ -44,6 +45,7 @@ TERMINATED = 128 + signal.SIGTERM
 GROUPS = {
     "launch": "start a run on several machines: through SLURM, KubeRay or ssh",
     "reshard": "plan or measure the switch between training and generation",
+    "episodes": "run the functions of multi-turn rollouts on other hosts",
     "bench": "measure a whole step beside TRL, what handing rows over costs, and what the Tinker server adds",
 }
 COMMANDS = {
@@ -60,6 +62,7 @@ COMMANDS = {
     "report": (report, "write a run's report as an HTML page"),
     "serve": (serve, "serve clients of the Tinker API, which train and sample with scripts of their own"),
     "simulate": (simulate, "simulate synchronous and asynchronous training on a cluster; starts nothing"),
+    "episodes serve": (episodes_serve, "run a configuration's episodes for the ranks of another host"),
     "launch slurm": (launch_slurm, "write a batch script for SLURM, or submit it"),
     "launch kuberay": (launch_kuberay, "write a RayJob manifest for KubeRay, or apply it"),
     "launch ssh": (launch_ssh, "run on hosts of a list, with spare ones in place of those that fail"),

@@ -76,7 +76,8 @@ def _sources(config: RunConfig) -> Iterator[Conflict]:
     """Yield keys that exclude or require one another."""
     model, data = config.model, config.data
     yield from _exactly_one("model", {"path": model.path, "gguf": model.gguf, "build": model.build})
-    yield from _exactly_one("data", {"train_file": data.train_file, "task": data.task})
+    sources = {"train_file": data.train_file, "task": data.task, "environment": data.environment}
+    yield from _exactly_one("data", sources)
     described = model.hf_config
     if model.gguf is not None and (described is None or find_preset(described) or Path(described).is_dir()):
         yield Conflict(
@@ -84,12 +85,13 @@ def _sources(config: RunConfig) -> Iterator[Conflict]:
             " of the same model",
             ("model.gguf", "model.hf_config"),
         )
-    if data.task is not None and data.eval_file is not None:
-        yield Conflict(
-            f"data.eval_file={data.eval_file} is not read, since data.task generates the held-out rows;"
-            " leave one of them out",
-            ("data.eval_file", "data.task"),
-        )
+    for name in ("task", "environment"):
+        if getattr(data, name) is not None and data.eval_file is not None:
+            yield Conflict(
+                f"data.eval_file={data.eval_file} is not read, since data.{name} generates the held-out rows;"
+                " leave one of them out",
+                ("data.eval_file", f"data.{name}"),
+            )
     if config.warmup is not None and config.warmup.file is None and data.task is None:
         yield Conflict(
             "warmup needs demonstrations; give warmup.file, or data.task, or leave warmup out",
@@ -143,7 +145,8 @@ def _algorithm(config: RunConfig) -> Iterator[Conflict]:
     yield from loss_conflicts(config)
     roles = ", ".join(algorithm.roles)
     if "reward" not in algorithm.roles and config.eval_file is not None:
-        held_out = "data.eval_file" if config.data.eval_file else "data.task"
+        generated = "data.task" if config.data.task else "data.environment"
+        held_out = "data.eval_file" if config.data.eval_file else generated
         yield Conflict(
             f"{named} has the roles {roles}, without the reward, which scores the held-out prompts of {held_out}; add"
             " it to the roles of the class",

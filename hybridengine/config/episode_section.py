@@ -6,7 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from hybridengine.config.values import Bytes, Count, ImportPath, Seconds, Section, like
+from hybridengine.config.values import Bytes, Count, ImportPath, PathText, Seconds, Section, like
+
+ADDRESS = r"[^\s:]+:[0-9]{1,5}|\[[0-9a-fA-F:.]+\]:[0-9]{1,5}"
+"""Pattern of HOST:PORT, with an IPv6 address in brackets."""
 
 MetricNames = Annotated[
     tuple[str, ...],
@@ -20,8 +23,9 @@ MetricNames = Annotated[
 class EpisodeSection(Section):
     """Rollouts of several turns: a function that draws turns, calls tools and ends with a reward."""
 
-    function: ImportPath
-    """Async function, package.module:function, called as function(client, row) for every response."""
+    function: ImportPath | None = None
+    """Async function, package.module:function, called as function(client, row) for every response; by default, the one
+    that plays `data.environment`."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Values that the function reads as row.options."""
     metrics: MetricNames = ()
@@ -32,6 +36,12 @@ class EpisodeSection(Section):
     """Largest number of responses of an engine whose functions run at once."""
     num_processes: Count = 1
     """Processes of an engine that run functions."""
+    python: Annotated[str, like("/.+", "must be an absolute path")] | None = None
+    """Path of the Python of another environment for these processes, whose packages functions then import."""
+    addresses: Annotated[tuple[str, ...], like(ADDRESS, "must be HOST:PORT")] = ()
+    """Other hosts that run the processes, HOST:PORT of `hybridengine episodes serve`; this host by default."""
+    key_file: PathText | None = None
+    """File with the key of these hosts, the same on all; needed with `addresses`."""
     deadline_s: Seconds = 600.0
     """Time limit of one response."""
     blocked_s: Seconds = 30.0

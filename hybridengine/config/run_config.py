@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, get_args
 from pydantic import Field, model_validator
 
 from hybridengine.config.algorithm import ChosenAlgorithm, CorrectionSection, Role, ServedAlgorithm
+from hybridengine.config.environment_section import EPISODE_FUNCTION
+from hybridengine.config.episode_section import EpisodeSection
 from hybridengine.config.reward_sections import RewardSection, scorer_key
 from hybridengine.config.role_sections import (
     ActorSection,
@@ -48,7 +50,7 @@ SCORERS: tuple[Role, ...] = ("reward", "cost")
 """Roles that score responses with functions, models or both."""
 CALLS_FILE = "calls.jsonl"
 """File of an asynchronous run with the order of its engines' calls."""
-PATH_KEYS = ("folder", "path", "tokenizer", "train_file", "eval_file")
+PATH_KEYS = ("folder", "path", "tokenizer", "train_file", "eval_file", "key_file")
 """Keys of any section that hold paths which ranks read or write."""
 
 
@@ -88,6 +90,18 @@ class RunConfig(Section):
     resume: PathText = "never"
     """Checkpoint to start from: `auto` resumes from the newest complete checkpoint in the run's folder, if any; `never`
     starts in a new folder; a checkpoint folder starts from that checkpoint."""
+
+    @model_validator(mode="after")
+    def _played(self) -> RunConfig:
+        """Let episodes play the environment, unless the run names a function of its own."""
+        environment, episode = self.data.environment, self.rollout.episode or EpisodeSection()
+        if environment is None or episode.function not in (None, EPISODE_FUNCTION):
+            return self
+        described = environment.model_dump(mode="json", include={"name", "options", "settings"})
+        options = {**episode.options, "environment": described}
+        played = episode.model_copy(update={"function": EPISODE_FUNCTION, "options": options})
+        rollout = self.rollout.model_copy(update={"episode": played})
+        return self.model_copy(update={"rollout": rollout})
 
     @model_validator(mode="after")
     def _corrected(self) -> RunConfig:
@@ -240,20 +254,20 @@ class RunConfig(Section):
 
     @property
     def data_folder(self) -> Path:
-        """Folder of a task's generated files."""
+        """Folder of the generated files of a task or an environment."""
         return self.run_folder / "data"
 
     @property
     def train_file(self) -> Path:
-        """Training prompts; for a task, the path at which they are written."""
+        """Training prompts; for a task or an environment, the path at which they are written."""
         return Path(self.data.train_file) if self.data.train_file else self.data_folder / "train.jsonl"
 
     @property
     def eval_file(self) -> Path | None:
-        """Held-out prompts, if any; for a task, the path at which they are written."""
+        """Held-out prompts, if any; for a task or an environment, the path at which they are written."""
         if self.data.eval_file:
             return Path(self.data.eval_file)
-        return self.data_folder / "held_out.jsonl" if self.data.task else None
+        return self.data_folder / "held_out.jsonl" if self.data.task or self.data.environment else None
 
     @property
     def demonstrations_file(self) -> Path | None:

@@ -13,6 +13,7 @@ from pydantic import Field, SecretStr, field_validator
 from pydantic_core import PydanticCustomError
 
 from hybridengine.config.build_section import BuildSection
+from hybridengine.config.environment_section import EnvironmentSection
 from hybridengine.config.episode_section import EpisodeSection
 from hybridengine.config.values import (
     BYTE_UNITS,
@@ -256,14 +257,16 @@ class TaskSection(Section):
 
 
 class DataSection(Section):
-    """Prompts: JSONL or parquet files, or a task that generates them."""
+    """Prompts: JSONL or parquet files, or a task or an environment that generates them."""
 
     train_file: PathText | None = None
-    """Training prompts; exclusive with `task`."""
+    """Training prompts; exclusive with `task` and `environment`."""
     eval_file: PathText | None = None
     """Held-out prompts."""
     task: TaskSection | None = None
     """Task that generates both files; exclusive with `train_file`."""
+    environment: EnvironmentSection | None = None
+    """Environment that writes both files and plays the episodes of their rows; exclusive with `train_file`."""
     batch_size: Count = 32
     """Prompts per iteration."""
 

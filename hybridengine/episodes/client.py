@@ -119,6 +119,11 @@ class Client:
         return (*self._row.prompt_tokens, *self._tokens)
 
     @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the numbers that the function may return: `rollout.episode.metrics`."""
+        return tuple(self._limits.metrics)
+
+    @property
     def num_tokens_left(self) -> int:
         """Number of tokens that can still be drawn or added."""
         return self._limits.max_tokens - len(self._tokens)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybridengine.config.episode_section import EpisodeSection
+from hybridengine.episodes.remote import RemoteProcess, read_key
 from hybridengine.episodes.wire import Drawn, Ended, Limits, Wanted, line
 from hybridengine.errors import DataError
 from hybridengine.guarded.process import GuardedProcess
@@ -45,7 +46,7 @@ class _Episode:
 
 @dataclass
 class _Process:
-    guarded: GuardedProcess
+    guarded: GuardedProcess | RemoteProcess
     received: bytearray = field(default_factory=bytearray)
     running: dict[int, _Episode] = field(default_factory=dict)
     """Its episodes, by their keys."""
@@ -58,7 +59,7 @@ class _Process:
             self.guarded.channel.sendall(line(kind, content))
         except TimeoutError:
             self.is_stuck = True
-        except ConnectionError:
+        except OSError:
             pass
 
 
@@ -139,7 +140,12 @@ class Episodes:
 
     def _started(self) -> _Process:
         section = self._section
-        process = _Process(GuardedProcess(SERVER, section.function, "episodes"))
+        assert section.function is not None, "checked with the configuration"
+        if section.addresses:
+            assert section.key_file is not None, "checked with the configuration"
+            process = _Process(RemoteProcess(section.addresses, read_key(section.key_file)))
+        else:
+            process = _Process(GuardedProcess(SERVER, section.function, "episodes", section.python))
         content = {
             "path": section.function,
             "limits": self._limits.__dict__,
@@ -184,7 +190,7 @@ class Episodes:
         events: list[Wanted | Ended] = []
         try:
             part = process.guarded.channel.recv(2**20)
-        except ConnectionError:
+        except OSError:  # of TCP: also TimeoutError, for a host that has gone without a word
             part = b""
         process.received += part
         *lines, rest = process.received.split(b"\n")

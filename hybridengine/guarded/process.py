@@ -18,11 +18,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from hybridengine.errors import DataError
 from hybridengine.guarded.guard import SIGNAL_EXIT_CODE
 from hybridengine.temporary import make_folder
 
 BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[3]);"
+    "import json, sys; places, is_other = json.loads(sys.argv[3]); sys.path[:] = places + is_other * sys.path;"
     " from hybridengine.guarded.guard import main; main(int(sys.argv[1]), sys.argv[2])"
 )
 
@@ -41,24 +42,36 @@ class GuardedProcess:
         server: "package.module:function", called in the process with its end of `channel`.
         title: what it runs, for lists of processes.
         kind: word in the name of its temporary folder.
+        python: interpreter of another environment, whose packages it sees instead of this one's; this project and the
+            folders of the user's modules stay visible.
+
+    Raises DataError if the interpreter cannot be started.
     """
 
-    def __init__(self, server: str, title: str, kind: str) -> None:
+    def __init__(self, server: str, title: str, kind: str, python: str | None = None) -> None:
         self.channel, theirs = socket.socketpair()
         self.folder = make_folder(kind)
         self._group: int | None = None
         with theirs:
-            places = json.dumps([os.path.abspath(place) for place in sys.path])
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", BOOTSTRAP, str(theirs.fileno()), server, places, title],
-                stdin=subprocess.PIPE,  # the lifeline: nothing is written to it before the end
-                stdout=2,
-                stderr=2,
-                pass_fds=(theirs.fileno(),),
-                env=child_environment(os.environ),
-                cwd=self.folder,
-                start_new_session=True,
-            )
+            places = json.dumps([_module_places(python is not None), python is not None])
+            try:
+                self._process = subprocess.Popen(
+                    [python or sys.executable, "-c", BOOTSTRAP, str(theirs.fileno()), server, places, title],
+                    stdin=subprocess.PIPE,  # the lifeline: nothing is written to it before the end
+                    stdout=2,
+                    stderr=2,
+                    pass_fds=(theirs.fileno(),),
+                    env=child_environment(os.environ),
+                    cwd=self.folder,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self.channel.close()
+                shutil.rmtree(self.folder, ignore_errors=True)
+                raise DataError(
+                    f"the Python {python or sys.executable} of user code cannot be started ({error.strerror}); correct"
+                    " its path"
+                ) from None
 
     @property
     def pid(self) -> int:
@@ -96,6 +109,13 @@ class GuardedProcess:
                     os.killpg(self._group, signal.SIGKILL)
             shutil.rmtree(self.folder, ignore_errors=True)
         self.channel.close()
+
+
+def _module_places(only_users: bool) -> list[str]:
+    """Return the folders in which this process looks for modules, or those among them that are not of its Python."""
+    places = [os.path.abspath(place) for place in sys.path]
+    own = [os.path.abspath(place) + os.sep for place in (sys.prefix, sys.base_prefix)]
+    return [place for place in places if not (only_users and f"{place}{os.sep}".startswith(tuple(own)))]
 
 
 def _only_child(pid: int) -> int | None:

@@ -21,6 +21,7 @@ from hybridengine.data.datasets import DemonstrationDataset, PromptDataset
 from hybridengine.data.rewards import check_reward_functions
 from hybridengine.data.tasks import write_arithmetic_files
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer, token_id
+from hybridengine.environments.files import write_environment_files
 from hybridengine.episodes.processes import check_episode
 from hybridengine.errors import CheckpointError, ConfigError, DataError, raise_all, shown
 from hybridengine.files import read_object, writing
@@ -105,6 +106,9 @@ def prepare_files(config: RunConfig) -> RunFiles:
             convert_gguf(config)
         if config.data.task is not None:
             _attempt(problems, write_arithmetic_files, config.data_folder, config.data.task)
+        elif config.data.environment is not None:
+            _attempt(problems, write_environment_files, config)
+            raise_all(problems, DataError)  # its files are missing otherwise
     shape = _attempt(problems, check_weights, config.model_folder)
     tokenizer = _attempt(problems, load_tokenizer, config.tokenizer_folder, pad_with_eos=True)
     if shape is None or tokenizer is None:

@@ -26,7 +26,7 @@ from hybridengine.rollouts.queue import QUEUE_FILE, read_queue
 from hybridengine.training.files import config_text
 from hybridengine.training.saving import changed_values, check_roles
 
-SETTLED = ("model.build", "model.gguf", "data.task", "warmup")
+SETTLED = ("model.build", "model.gguf", "data.task", "data.environment", "warmup")
 """Keys that must not change on resume, because their results (model, data, warmed-up weights) are in the run's folder."""
 FINAL_FILE = "final.json"
 """File with the step of a run's trained model."""

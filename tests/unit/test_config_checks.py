@@ -182,7 +182,7 @@ def test_the_configurations_of_these_tests_are_valid(built: Path, from_checkpoin
         ),
         (
             ["data.task=null"],
-            ["data must be given by exactly one of train_file, task, found none; add one"],
+            ["data must be given by exactly one of train_file, task, environment, found none; add one"],
         ),
         (
             ["model.build=null", "model.gguf=m.gguf"],

@@ -1,0 +1,70 @@
+"""The process that writes an environment's prompts, perhaps with another Python (`files.py` starts it).
+
+It imports nothing but the standard library, this project's light modules and the environment's own packages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from hybridengine.environments.environment import Environment, Prompt, load_environment
+from hybridengine.errors import DataError
+
+DRAWS_PER_ROW = 50
+"""Prompts drawn per requested row, after which the environment is considered to have too few different ones."""
+MAX_TEXT = 2000
+"""Characters of an error's text that are sent."""
+HTTP_PACKAGES = ("requests", "urllib3", "httpx", "aiohttp", "huggingface_hub")
+
+
+def serve(channel: socket.socket) -> None:
+    """Answer a section with ["rows", ROWS], or ["wrong", TEXT] that says what is wrong with the environment."""
+    section = json.loads(channel.makefile("rb").readline())
+    try:
+        environment = load_environment(section["name"], section["options"], section["settings"])
+        wanted = section["eval_rows"] + section["train_rows"]
+        text = json.dumps(["rows", different_rows(environment, section["seed"], wanted)])
+    except DataError as error:
+        text = json.dumps(["wrong", str(error)])
+    except BaseException as error:  # foreign code may raise anything
+        traceback.print_exc()
+        reason = " ".join("".join(traceback.format_exception_only(error)).split())[:MAX_TEXT]
+        offline = _network_hint(error)
+        text = json.dumps(
+            [
+                "wrong",
+                f"raised {reason} while it wrote its prompts{offline}; correct its options or the environment",
+            ]
+        )
+    channel.sendall(text.encode() + b"\n")
+    os._exit(0)  # whatever threads it has started
+
+
+def different_rows(environment: Environment, seed: int, wanted: int) -> list[dict[str, Any]]:
+    """Return rows of `wanted` different problems; raise DataError if there are fewer."""
+    found: dict[str, dict[str, Any]] = {}
+    most = wanted * DRAWS_PER_ROW
+    prompts: Iterator[Prompt] = environment.prompts(seed, most)
+    for prompt in itertools.islice(prompts, most):
+        found.setdefault(prompt.key, {"prompt": prompt.prompt, "answer": prompt.answer})
+        if len(found) == wanted:
+            return [*found.values()]
+    raise DataError(
+        f"has {len(found)} different prompts, and train_rows + eval_rows is {wanted}; lower them, or change its options"
+    )
+
+
+def _network_hint(error: BaseException | None) -> str:
+    """Return a hint if an error, or one that has caused it, is of the network."""
+    while error is not None:
+        module = type(error).__module__.partition(".")[0]
+        if isinstance(error, socket.gaierror | ConnectionError | TimeoutError) or module in HTTP_PACKAGES:
+            return " (it wants the network: download beforehand what it reads)"
+        error = error.__cause__ or error.__context__
+    return ""

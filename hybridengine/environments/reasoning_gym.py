@@ -1,0 +1,88 @@
+"""Problems of reasoning-gym (github.com/open-thought/reasoning-gym), scored by their dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hybridengine.environments.environment import Prompt, constructed, meant, settings_of, system_message
+from hybridengine.episodes.client import Client, Result, Row
+from hybridengine.errors import DataError
+
+SEED_STRIDE = 1_000_003
+"""Distance between seeds: reasoning-gym draws entry i from seed s + i, so neighbouring seeds would share problems."""
+SOLVED = 1.0
+"""Score of a right answer."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a problem is asked and answered."""
+
+    instructions: str = ""
+    """Text of a system message before the problem."""
+    tries: int = 1
+    """Answers that the model may give, until one is right."""
+    feedback: str = "That is not right. Try again."
+    """Message after a wrong answer."""
+    max_tokens: int = 0
+    """Longest answer; no limit but the response's with 0."""
+
+
+class ReasoningGym:
+    """A dataset. An answer is the text in <answer>...</answer> where the model writes that, else the whole turn.
+
+    The reward is the dataset's `score_answer` of the last answer, from 0 to 1; metrics are `tries` and `solved`.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        from reasoning_gym.factory import DATASETS
+
+        if name not in DATASETS:
+            raise DataError(f"is not a dataset of reasoning-gym; {meant(name, DATASETS)}")
+        if reserved := {"seed", "size"} & {*options}:
+            raise DataError(
+                f"options.{min(reserved)} is set by data.environment's seed and rows; leave it out"
+            )
+        self._name, self._options = name, options
+        self._settings = settings_of(Settings, settings)
+        self._datasets: dict[tuple[int, int], Any] = {}
+        self._dataset(0, 1)
+
+    def prompts(self, seed: int, count: int) -> Iterator[Prompt]:
+        seed *= SEED_STRIDE
+        source = self._dataset(seed, count)
+        for index in range(len(source)):
+            entry = source[index]
+            asked = {"role": "user", "content": entry["question"]}
+            answer = {"seed": seed, "index": index, "size": count, "answer": str(entry["answer"])}
+            yield Prompt([*system_message(self._settings.instructions), asked], answer, f"{asked['content']}")
+
+    async def play(self, client: Client, row: Row, answer: Any) -> Result:
+        from reasoning_gym.utils import extract_answer
+
+        source = self._dataset(answer["seed"], answer["size"])
+        entry = source[answer["index"]]
+        number, score = 0, 0.0
+        for number in range(1, self._settings.tries + 1):
+            turn = await client.generate(max_tokens=self._settings.max_tokens or None)
+            found = extract_answer(turn.text)
+            score = float(
+                source.score_answer(answer=turn.text.strip() if found is None else found, entry=entry)
+            )
+            if score >= SOLVED or number == self._settings.tries:
+                break
+            client.add({"role": "user", "content": self._settings.feedback})
+        return Result(score, {"tries": number, "solved": float(score >= SOLVED)})
+
+    def _dataset(self, seed: int, size: int) -> Any:
+        if (seed, size) not in self._datasets:
+            import reasoning_gym
+
+            try:
+                made = reasoning_gym.create_dataset(self._name, seed=seed, size=size, **self._options)
+            except Exception as error:  # asserts and whatever a dataset's configuration raises
+                raise constructed(error) from None
+            self._datasets[seed, size] = made
+        return self._datasets[seed, size]

@@ -1,0 +1,243 @@
+"""Environments of reasoning-gym and Gymnasium: their prompts, episodes with written turns, and what they refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from itertools import islice
+from typing import Any
+
+import gymnasium
+import pytest
+import reasoning_gym
+
+from hybridengine.environments.child import different_rows
+from hybridengine.environments.environment import Environment, Prompt, load_environment
+from hybridengine.environments.gymnasium import plain_text
+from hybridengine.errors import DataError
+from tests.unit.byte_episodes import played
+
+
+def first_prompts(environment: Environment, count: int, seed: int = 0) -> list[Prompt]:
+    return [*islice(environment.prompts(seed, 100), count)]
+
+
+def play(environment: Environment, prompt: Prompt, *turns: str) -> Any:
+    return asyncio.run(played(environment, prompt, turns))
+
+
+# ---- reasoning-gym ----
+
+
+@pytest.mark.parametrize("dataset", ["chain_sum", "leg_counting", "spell_backward", "base_conversion"])
+def test_a_right_answer_of_a_dataset_is_rewarded_and_a_wrong_one_as_the_dataset_says(dataset: str) -> None:
+    environment = load_environment(f"reasoning_gym/{dataset}", {}, {"instructions": "Think."})
+    source = reasoning_gym.create_dataset(dataset, seed=0, size=100)
+    for number, prompt in enumerate(first_prompts(environment, 3)):
+        entry = source[number]
+        assert prompt.prompt == [
+            {"role": "system", "content": "Think."},
+            {"role": "user", "content": entry["question"]},
+        ]
+        for text, answer in (
+            (entry["answer"], entry["answer"]),
+            (f"Well.\n<answer>{entry['answer']}</answer>", entry["answer"]),
+            ("no idea", "no idea"),
+        ):
+            result, _ = play(environment, prompt, text)
+            score = source.score_answer(answer=answer, entry=entry)
+            assert result.reward == score
+            assert result.metrics == {"tries": 1, "solved": float(score == 1.0)}
+        assert source.score_answer(answer=entry["answer"], entry=entry) == 1.0
+
+
+def test_a_wrong_answer_may_be_corrected() -> None:
+    environment = load_environment("reasoning_gym/chain_sum", {}, {"tries": 3, "feedback": "No."})
+    (prompt,) = first_prompts(environment, 1)
+    right = prompt.answer["answer"]
+    result, read = play(environment, prompt, "1e9", right)
+    assert (result.reward, result.metrics, read) == (1.0, {"tries": 2, "solved": 1.0}, ["{user}No."])
+    result, read = play(environment, prompt, "1e9", "2e9", "3e9")
+    assert (result.metrics, read) == ({"tries": 3, "solved": 0.0}, ["{user}No."] * 2)
+
+
+def test_rows_are_different_and_those_of_seeds_are_disjoint() -> None:
+    environment = load_environment("reasoning_gym/chain_sum", {"max_terms": 2, "max_digits": 1}, {})
+    rows = different_rows(environment, 0, 60)
+    assert len({row["prompt"][0]["content"] for row in rows}) == 60
+    assert rows == different_rows(environment, 0, 60)
+    other = load_environment("reasoning_gym/chain_sum", {}, {})
+    texts = [{row["prompt"][0]["content"] for row in different_rows(other, seed, 30)} for seed in (0, 1)]
+    assert not texts[0] & texts[1]
+    with pytest.raises(DataError, match=r"has \d+ different prompts, and train_rows \+ eval_rows is 1000"):
+        different_rows(environment, 0, 1000)
+
+
+# ---- Gymnasium ----
+
+LAKE = ["SFFF", "FHFH", "FFFH", "HFFG"]
+"""Gymnasium's map 4x4: start, frozen, hole, goal."""
+MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
+
+
+def drawn_lake(row: int, column: int) -> str:
+    lines = [[*line] for line in LAKE]
+    lines[row][column] = f"[{lines[row][column]}]"
+    return "\n".join(map("".join, lines))
+
+
+@pytest.mark.parametrize(
+    ("path", "reward"),
+    [
+        ("down down right down right right", 1.0),
+        ("right down", 0.0),
+        ("left up right right down down down right", 1.0),
+    ],
+)
+def test_a_frozen_lake_is_walked_in_words(path: str, reward: float) -> None:
+    environment = load_environment(
+        "gymnasium/FrozenLake-v1", {"is_slippery": False}, {"instructions": "Walk."}
+    )
+    (prompt,) = first_prompts(environment, 1)
+    choices = "Answer with one of: left, down, right, up."
+    assert prompt.prompt == [
+        {"role": "system", "content": "Walk."},
+        {"role": "user", "content": f"{drawn_lake(0, 0)}\n{choices}"},
+    ]
+    row, column, drawings = 0, 0, list[str]()
+    for word in path.split():
+        row, column = (
+            min(3, max(0, place + move)) for place, move in zip((row, column), MOVES[word], strict=True)
+        )
+        lines = drawn_lake(row, column)
+        drawings.append(f"  ({word.capitalize()})\n{lines}")
+    result, read = play(environment, prompt, *(f"not up but {word.upper()}!" for word in path.split()))
+    assert (result.reward, result.metrics) == (reward, {"steps": len(path.split()), "invalid_actions": 0})
+    assert read == [f"{{user}}{drawing}" for drawing in drawings[:-1]]
+
+
+def test_turns_without_an_action_are_answered_and_end_the_episode() -> None:
+    environment = load_environment("gymnasium/FrozenLake-v1", {}, {"invalid_actions": 2})
+    (prompt,) = first_prompts(environment, 1)
+    result, read = play(environment, prompt, "upwards", "", "leftover")
+    assert (result.reward, result.metrics) == (0.0, {"steps": 0, "invalid_actions": 3})
+    assert read == ["{user}Answer with one of: left, down, right, up."] * 2
+
+
+def test_steps_are_limited() -> None:
+    environment = load_environment("gymnasium/CliffWalking-v1", {}, {"max_steps": 3})
+    (prompt,) = first_prompts(environment, 1)
+    result, _ = play(environment, prompt, "up", "up", "up")
+    assert (result.reward, result.metrics["steps"]) == (-3.0, 3)
+    own = load_environment("gymnasium/CliffWalking-v1", {"max_episode_steps": 2}, {})
+    result, _ = play(own, prompt, "up", "right")
+    assert (result.reward, result.metrics["steps"]) == (-2.0, 2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_episode_is_that_of_the_environment_with_the_same_seed(seed: int) -> None:
+    environment = load_environment("gymnasium/Blackjack-v1", {}, {"observation": "{0} against {1}"})
+    prompt = first_prompts(environment, seed + 1)[seed]
+    reference = gymnasium.make("Blackjack-v1")
+    observation, _ = reference.reset(seed=seed)
+    texts, turns, total, ended = list[str](), list[str](), 0.0, False
+    while not ended:
+        texts.append(f"{observation[0]} against {observation[1]}")
+        action = int(observation[0] < 18)
+        observation, reward, ended, _, _ = reference.step(action)
+        turns.append(("stick", "hit")[action])
+        total += float(reward)
+    result, read = play(environment, prompt, *turns)
+    assert prompt.prompt == [{"role": "user", "content": f"{texts[0]}\nAnswer with one of: stick, hit."}]
+    assert (read, result.reward, result.metrics["steps"]) == (
+        [f"{{user}}{text}" for text in texts[1:]],
+        total,
+        len(turns),
+    )
+
+
+class Echo(gymnasium.Env):
+    """Asks for the word in its observation."""
+
+    observation_space = action_space = gymnasium.spaces.Text(32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self._word = f"word{self.np_random.integers(100)}"
+        return self._word, {}
+
+    def step(self, action: str) -> Any:
+        return "done", float(action == self._word), True, False, {}
+
+
+def test_textual_spaces_are_read_and_written_as_they_are() -> None:
+    gymnasium.register("Echo-v0", f"{__name__}:Echo")
+    try:
+        environment = load_environment(f"gymnasium/{__name__}:Echo-v0", {}, {})
+        (prompt,) = first_prompts(environment, 1)
+        asked: Any = prompt.prompt[-1]
+        assert play(environment, prompt, f" {asked['content']}\n")[0].reward == 1.0
+        assert play(environment, prompt, "another")[0].reward == 0.0
+    finally:
+        del gymnasium.registry["Echo-v0"]
+
+
+def test_colours_become_marks() -> None:
+    rendered = "\x1b[41mS\x1b[0mF \x1b[34;1mR\x1b[0m \x1b[43m_\x1b[0m\x1b[92mx\x1b[0m"
+    assert plain_text(rendered) == "[S]F R(blue) [_]x(green)"
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "settings", "text"),
+    [
+        ("reasoning_gym/chain_sums", {}, {}, "is not a dataset of reasoning-gym; did you mean chain_sum?"),
+        (
+            "reasoning_gym/chain_sum",
+            {"min_terms": -1},
+            {},
+            r"refuses its options \(AssertionError: min_terms",
+        ),
+        ("reasoning_gym/chain_sum", {"terms": 1}, {}, r"refuses its options \(TypeError: .*'terms'"),
+        ("reasoning_gym/chain_sum", {"seed": 1}, {}, "options.seed is set by data.environment's seed"),
+        ("reasoning_gym/chain_sum", {}, {"tris": 2}, "has no setting 'tris'; did you mean tries?"),
+        ("reasoning_gym/chain_sum", {}, {"tries": "2"}, 'settings.tries="2" must be of type int'),
+        ("gymnasium/FrozenLak-v1", {}, {}, "is not registered with Gymnasium .*Did you mean: `FrozenLake`"),
+        (
+            "gymnasium/no_such:Taxi-v4",
+            {},
+            {},
+            r"is not registered with Gymnasium \(No module named 'no_such'",
+        ),
+        ("gymnasium/FrozenLake-v1", {"map": 1}, {}, r"refuses its options \(TypeError: .*'map'"),
+        ("gymnasium/CartPole-v1", {}, {}, "has 2 actions, and settings.actions has 0 words"),
+        ("gymnasium/Pendulum-v1", {}, {}, "only discrete and textual ones can be played"),
+        ("gymnasium/FrozenLake-v1", {}, {"actions": ["a", 2]}, "must be words"),
+    ],
+)
+def test_refusals(name: str, options: Any, settings: Any, text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        load_environment(name, options, settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("gymnasium/FrozenLake-v1", r"install hybridengine\[environments\]"),
+        ("reasoning_gym/chain_sum", r"install hybridengine\[tasks\]"),
+        (
+            "verifiers/sums",
+            "install verifiers into an environment of its own and name its Python in",
+        ),
+    ],
+)
+def test_a_missing_package_is_named_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, name: str, remedy: str
+) -> None:
+    package = name.partition("/")[0]
+    for module in (package, f"{package}.factory", f"{package}.v1"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(DataError, match=f"needs the package {package}, which is not installed; {remedy}"):
+        load_environment(name, {}, {})

@@ -1,0 +1,104 @@
+"""Tools of MCP servers: servers of the SDK in processes, and programs that are none."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridengine.episodes.mcp import LINE_BYTES, McpTools, ToolServerError, mcp_tools
+from hybridengine.episodes.tools import ToolResult
+
+SERVER = (sys.executable, str(Path(__file__).with_name("mcp_server.py")))
+
+
+def used(use: Callable[[McpTools], Awaitable[Any]], command: Sequence[str] = SERVER, **limits: Any) -> Any:
+    """Return what a use of a server's tools returns."""
+
+    async def run() -> Any:
+        async with mcp_tools(command, **limits) as tools:
+            return await use(tools)
+
+    return asyncio.run(run())
+
+
+def test_tools_of_a_server_are_listed_as_schemas_and_called() -> None:
+    async def use(tools: McpTools) -> Any:
+        calls = [
+            tools.call("add", {"x": 20, "y": 22}),
+            tools.call("fail", {"reason": "no luck"}),
+            tools.call("nothing"),
+            tools.call("add", {"x": "many"}),
+            tools.call("repeat", {"text": "é", "times": 100}),
+        ]
+        return tools.schemas, await asyncio.gather(*calls)
+
+    schemas, (added, failed, unknown, wrong, cut) = used(use, output_bytes=101)
+    (schema,) = [one["function"] for one in schemas if one["function"]["name"] == "add"]
+    assert all(one["type"] == "function" for one in schemas)
+    assert schema["description"] == "Return the sum of two numbers."
+    assert schema["parameters"]["properties"]["x"]["type"] == "integer"
+    assert set(schema["parameters"]["required"]) == {"x", "y"}
+    assert added == ToolResult("42", 0)
+    assert failed.exit_code == unknown.exit_code == wrong.exit_code == 1
+    assert "fail" in failed.output
+    assert cut == ToolResult("é" * 50, 0, "output")
+
+
+def test_a_server_is_in_the_session_of_its_episodes_and_ends_with_the_block() -> None:
+    async def use(tools: McpTools) -> str:
+        return (await tools.call("process")).output
+
+    pid, session, group = map(int, used(use).split())
+    assert (session, group) == (os.getsid(0), os.getpgid(0))
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (("sleep", {"seconds": 60}), "did not answer the call of 'sleep' within 0.5 s"),
+        (("end", {"code": 7}), "has ended, exit code 7"),
+        (("garbage", {"length": 5}), 'printed "xxxxx", which is not an MCP message'),
+    ],
+    ids=["hangs", "ends", "no JSON"],
+)
+def test_a_call_that_a_server_does_not_answer_is_one_error(call: tuple[str, Any], text: str) -> None:
+    async def use(tools: McpTools) -> None:
+        await tools.call(*call)
+
+    with pytest.raises(ToolServerError, match=text):
+        used(use, call_timeout_s=0.5 if call[0] == "sleep" else 30.0)
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        (["/nothing/there"], "cannot be started \\(No such file"),
+        (["sleep", "60"], "did not list its tools within 0.5 s"),
+        (["echo", "hello"], 'printed "hello", which is not an MCP message'),
+        (["head", "-c", str(LINE_BYTES + 1), "/dev/zero"], f"printed a line of more than {LINE_BYTES} bytes"),
+        (["false"], "has ended, exit code 1"),
+    ],
+    ids=["none", "hangs", "no JSON", "long", "ends"],
+)
+def test_a_program_that_is_no_server_is_one_error(command: list[str], text: str) -> None:
+    async def use(tools: McpTools) -> None:
+        raise AssertionError("it did not start")
+
+    with pytest.raises(ToolServerError, match=text):
+        used(use, command, start_timeout_s=0.5 if command[0] == "sleep" else 30.0)
+
+
+def test_an_error_of_the_function_is_its_own() -> None:
+    async def use(tools: McpTools) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        used(use)
