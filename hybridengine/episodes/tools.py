@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import resource
 import shutil
@@ -12,6 +13,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+PR_SET_PDEATHSIG = 1
+"""Option of prctl(2): signal that the process gets when its parent ends."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +41,9 @@ async def run_process(
     """Run a command in an empty folder of its own, with `given` as its input; return its result.
 
     The process and its children, unless they leave its session, are killed after `timeout_s`, or once they have written
-    more than `output_bytes`. It has no environment but PATH and its own HOME, and may allocate `memory_bytes` of memory,
-    write files of as much, and use one core for `timeout_s`. It is not isolated from the network and from files that
-    this user may read: run what nobody trusts in a container.
+    more than `output_bytes`; on Linux the process also ends with this one. It has no environment but PATH and its own
+    HOME, and may allocate `memory_bytes` of memory, write files of as much, and use one core for `timeout_s`. It is not
+    isolated from the network and from files that this user may read: run what nobody trusts in a container.
 
     Raises OSError if the command cannot be started.
     """
@@ -52,6 +56,11 @@ async def run_process(
             (resource.RLIMIT_CPU, int(timeout_s) + 1),
         ):
             resource.setrlimit(kind, (most, most))
+        if libc is not None:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    # Loaded here: a process that has forked may not load libraries.
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     folder = tempfile.mkdtemp(dir=os.getcwd())  # that of the episodes' process, which is removed with it
     try:

@@ -126,6 +126,7 @@ def test_the_committed_configurations_are_those_that_the_readme_names(
         "async-grpo": (4, None),
         "async-ppo": (4, None),
         "bench-small": (4, 699_328),
+        "dapo": (4, None),
         "deepseek-v3": (512, 671_026_419_200),
         "fp8-rollouts": (4, 408_704),
         "hybridflow-ppo": (8, 13_015_864_320),

@@ -20,6 +20,7 @@ from hybridengine.episodes import processes
 from hybridengine.episodes.processes import Episodes, check_episode
 from hybridengine.episodes.wire import Drawn, Ended, Limits, Wanted
 from hybridengine.errors import DataError
+from hybridengine.guarded.process import GuardedProcess
 
 CASES = "tests.unit.episode_cases"
 PROMPT = [5, 6, 7]
@@ -56,6 +57,12 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Episodes]:
 
 def row(answer: object = "") -> Mapping[str, Any]:
     return {"number": 4, "prompt": "1+1", "answer": str(answer), "prompt_tokens": PROMPT, "seed": 1}
+
+
+def group_of(process: object) -> int:
+    """Return the process group of a process's code."""
+    assert isinstance(process, GuardedProcess) and process._group is not None
+    return process._group
 
 
 def turn_of(wanted: Wanted) -> Drawn:
@@ -150,7 +157,7 @@ def test_lines_of_an_episode_that_was_dropped_are_not_those_of_one_that_begins_a
 def test_every_way_to_fail_is_named_and_the_others_go_on(talking: Episodes) -> None:
     for number, answer in enumerate(FAILURES):
         talking.begin(number, row(answer), [])
-    pids = [one.guarded.pid for one in talking._processes]
+    processes_before = [id(one.guarded) for one in talking._processes]
     ended, _ = played(talking, len(FAILURES))
     for number, (kind, turn, text) in enumerate(FAILURES.values()):
         assert (ended[number].kind, ended[number].turn) == (kind, turn), ended[number]
@@ -158,7 +165,7 @@ def test_every_way_to_fail_is_named_and_the_others_go_on(talking: Episodes) -> N
     by_name = {name: ended[number] for number, name in enumerate(FAILURES)}
     assert (by_name["fine"].reward, by_name["none"].reward) == (1.0, None)
     assert by_name["exclude"].trained == [False, True]
-    assert [one.guarded.pid for one in talking._processes] == pids, "both have gone on"
+    assert [id(one.guarded) for one in talking._processes] == processes_before, "both have gone on"
 
 
 def test_an_episode_that_blocks_the_others_fails_and_they_begin_again() -> None:
@@ -184,10 +191,8 @@ def test_episodes_of_a_process_that_is_killed_are_given_their_turns(tmp_path: Pa
 
         def disturb(wanted: Wanted) -> None:
             if (wanted.number, wanted.turn) == (0, 4):
-                group = first._group
-                assert group is not None
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(group, signal.SIGKILL)
+                    os.killpg(group_of(first), signal.SIGKILL)
 
         ended, wanted = played(episodes, 2, disturb)
         assert episodes._processes[0].guarded is not first
@@ -216,9 +221,7 @@ def test_a_process_that_does_not_react_is_replaced(monkeypatch: pytest.MonkeyPat
 
         def disturb(wanted: Wanted) -> None:
             if wanted.turn == 2:
-                group = episodes._processes[0].guarded._group
-                assert group is not None
-                os.killpg(group, signal.SIGSTOP)
+                os.killpg(group_of(episodes._processes[0].guarded), signal.SIGSTOP)
 
         ended, _ = played(episodes, 1, disturb)
         assert (ended[0].kind, ended[0].text) == ("deadline", "it went on after deadline_s=2 s")

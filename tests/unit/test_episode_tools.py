@@ -1,0 +1,105 @@
+"""Processes of tools: output, limits, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hybridengine.episodes.tools import ToolResult, run_process, run_python
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def is_running(number: int) -> bool:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def awaited_end(number: int) -> bool:
+    """Return True once a process has ended; False if it has not within ten seconds."""
+    deadline = time.monotonic() + 10
+    while is_running(number) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not is_running(number)
+
+
+def test_output_errors_input_and_exit_code() -> None:
+    code = "import sys; print(input() * 2); print('no', file=sys.stderr); sys.exit(3)"
+    found = asyncio.run(run_process([sys.executable, "-c", code], given="ab\n", timeout_s=60))
+    assert (sorted(found.output.split()), found.exit_code, found.limit) == (["abab", "no"], 3, "")
+
+
+def test_it_has_a_folder_of_its_own_and_no_secrets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_KEY", "tml-1")
+    code = "import os; open('file', 'w').close(); print(os.getcwd(), sorted(os.environ), os.environ['HOME'])"
+    found = asyncio.run(run_python(code, timeout_s=60))
+    place = found.output.split()[0]
+    assert Path(place).parent == folder and "SECRET_KEY" not in found.output
+    assert found.output.split()[-1] == place
+    assert [*folder.iterdir()] == [], "nothing is left of it"
+
+
+def test_a_tool_that_hangs_is_killed_with_its_children_and_keeps_its_output() -> None:
+    code = (
+        "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    )
+    found = asyncio.run(run_python(code, timeout_s=3))
+    assert (found.limit, found.exit_code) == ("time", -signal.SIGKILL)
+    assert awaited_end(int(found.output))
+
+
+@pytest.mark.parametrize("closes", ["", "import os; os.close(1); os.close(2); "])
+def test_a_tool_that_closes_its_output_and_hangs(closes: str) -> None:
+    found = asyncio.run(run_python(f"{closes}import time; time.sleep(600)", timeout_s=2))
+    assert found == ToolResult("", -signal.SIGKILL, "time")
+
+
+def test_a_tool_that_prints_a_gigabyte() -> None:
+    found = asyncio.run(run_process(["yes"], output_bytes=1000, timeout_s=60))
+    assert (found.output, found.limit) == ("y\n" * 500, "output")
+
+
+def test_memory_is_bounded() -> None:
+    found = asyncio.run(run_python("x = bytearray(2**31)", memory_bytes=2**28, timeout_s=60))
+    assert "MemoryError" in found.output and found.exit_code == 1
+
+
+def test_a_tool_that_reads_nothing_of_a_long_input() -> None:
+    found = asyncio.run(run_process(["true"], given="x" * 10**6, timeout_s=60))
+    assert (found.exit_code, found.limit) == (0, "")
+
+
+def test_a_command_that_is_not_there(folder: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        asyncio.run(run_process(["/no/such/command"]))
+    assert [*folder.iterdir()] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal at a parent's end is Linux's")
+def test_a_tool_ends_with_the_process_of_its_episode(folder: Path) -> None:
+    file = folder / "number"
+    tool = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    code = "import asyncio; from hybridengine.episodes.tools import run_python;"
+    code += f" asyncio.run(run_python({tool!r}, timeout_s=600))"
+    root = Path(__file__).parents[2]
+    parent = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(root)})
+    deadline = time.monotonic() + 60
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    assert awaited_end(int(file.read_text()))
