@@ -235,8 +235,11 @@ class Engines:
         """Wait for the end of a call; return the numbers of engines whose calls have ended, without those that died."""
         calls = [engine.call for engine in self._working if engine.call is not None]
         calls += [call for call in others if not call.poll()]
-        assert calls or others, "no engine draws, and the batch is not complete"
-        wait_any(calls)
+        if calls:
+            wait_any(calls)
+        else:  # engines may have died before they got a call
+            died = any(engine.has_died for engine in self._engines)
+            assert died or others, "no engine draws, and the batch is not complete"
         self._go_on_without_the_dead()
         return [engine.number for engine in self._working if engine.has_news]
 
