@@ -26,8 +26,12 @@ GPU_EXTRAS = ("transformer-engine", "flash-attn")
 SAME_EVERYWHERE = (*PACKAGES, "tensordict")
 BUSY_SHARE = 0.1
 """Share of a GPU's memory above which another process is assumed to use the GPU."""
+SHARED_MEMORY = "/dev/shm"
 SHARED_MEMORY_BYTES = 2**30
-"""Least free space that Ray's object store and the libraries' shared memory need."""
+"""Free space that Ray's object store and many of NCCL's connections need."""
+LEAST_SHARED_MEMORY_BYTES = 64 * 2**20
+"""Free space, the default of containers, below which a run fails: NCCL writes 9.2 MiB for each connection of GPUs without
+direct access (NVIDIA/nccl issue 525), Ray its rows, and a run of 4 ranks on CPUs 16 KiB."""
 SLOW_FOLDER_BYTES_S, SLOW_FILE_S = 8 * 2**20, 2.0
 """Rate of writing, and time for a file of one byte, beyond which a folder is slow."""
 CLOCK_WARNING_S = 0.1
@@ -220,10 +224,8 @@ def judge_memory(
         else:
             yield fine(Subject.MEMORY, text, one.node)
         shared = one.shared_memory_bytes
-        if shared is not None and shared < SHARED_MEMORY_BYTES:
-            text = f"/dev/shm has {format_bytes(shared)} free: Ray and NCCL pass data through it"
-            remedy = "mount -o remount,size=8G /dev/shm, or docker run --shm-size=8g"
-            yield warning(Subject.MEMORY, text, remedy, one.node)
+        if shared is not None:
+            yield from judge_shared_memory(shared, one.node)
     placed = {
         pool: [Placed(node, _device(by_node[node], use_gpus)) for node in nodes]
         for pool, nodes in places.items()
@@ -244,6 +246,20 @@ def judge_memory(
             Subject.MEMORY,
             f"a rank of pool {fullest.pool} needs up to {needed} of {where} (phase {fullest.peak!r})",
         )
+
+
+def judge_shared_memory(free_bytes: int, node: str) -> Iterator[Finding]:
+    """Check the free space in /dev/shm of a node."""
+    text = f"{SHARED_MEMORY} has {format_bytes(free_bytes)} free"
+    remedy = (
+        "remove what ended processes have left there, or enlarge it (mount -o remount,size=8G /dev/shm, or docker run"
+        " --shm-size=8g)"
+    )
+    if free_bytes < LEAST_SHARED_MEMORY_BYTES:
+        text += ": processes that use more of it are killed (SIGBUS)"
+        yield problem(Subject.MEMORY, text, remedy, node)
+    elif free_bytes < SHARED_MEMORY_BYTES:
+        yield warning(Subject.MEMORY, f"{text}: Ray and NCCL pass data through it", remedy, node)
 
 
 def _device(facts: NodeFacts, use_gpus: bool) -> Device:

@@ -151,10 +151,21 @@ def test_gpus_that_differ_are_told() -> None:
         (ON_CPU, 12, []),
         (ON_CPU, 14, ["problem: 60.0 GiB of 64.0 GiB available; the run takes about 62.2 GiB there"]),
         (
+            replace(ON_CPU, shared_memory_bytes=0),
+            0,
+            ["problem: /dev/shm has 0 B free: processes that use more of it are killed (SIGBUS)"],
+        ),
+        (
+            replace(ON_CPU, shared_memory_bytes=64 * 2**20 - 4096),
+            0,
+            ["problem: /dev/shm has 64.0 MiB free: processes that use more of it are killed (SIGBUS)"],
+        ),
+        (
             replace(ON_CPU, shared_memory_bytes=64 * 2**20),
             0,
             ["warning: /dev/shm has 64.0 MiB free: Ray and NCCL pass data through it"],
         ),
+        (replace(ON_CPU, shared_memory_bytes=GIB), 0, []),
         (replace(ON_CPU, shared_memory_bytes=None), 0, []),
     ],
 )
