@@ -135,6 +135,16 @@ def test_full_shared_memory(cluster: RayCluster, network: Network, folder: Path)
     assert full.told("memory", "problem") == {ADDRESSES[1]: [text]}, full.console
 
 
+def test_a_name_that_leads_to_another_host(cluster: RayCluster, network: Network, folder: Path):
+    second = network.hosts[1]
+    second.run("sh", "-c", f"cp /etc/hosts /tmp/before; echo {ADDRESSES[1]} {NAMES[0]} >> /etc/hosts")
+    found = examine(cluster, folder)
+    second.run("sh", "-c", "cat /tmp/before > /etc/hosts")
+    assert found.status == 0, found.console
+    text = f"first resolves to {ADDRESSES[1]}, which is no address of that host ({ADDRESSES[0]})"
+    assert found.told("ports", "warning") == {ADDRESSES[1]: [text]}, found.console
+
+
 def test_folders_that_hang_or_lag(cluster: RayCluster, network: Network, folder: Path):
     """That of the second host, and then that of the host on which the doctor runs."""
     runs = folder / "runs"
