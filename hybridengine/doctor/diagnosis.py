@@ -11,16 +11,11 @@ import ray
 
 from hybridengine.controller import cluster
 from hybridengine.doctor.findings import Finding, Level, Subject, merged, problem
-from hybridengine.doctor.judging import RunNeeds, judge_folder
+from hybridengine.doctor.judging import RunNeeds, judge_folder, judge_shared_memory
 from hybridengine.doctor.judging_links import judge_links, judge_ports
 from hybridengine.doctor.links import LinkFacts, probe_all
 from hybridengine.doctor.node_facts import shared_memory_bytes, try_folder
 from hybridengine.doctor.posts import Posts, try_links
-from hybridengine.formatting import format_bytes
-
-SHARED_MEMORY = "/dev/shm"
-FULL_BYTES = 64 * 2**20
-"""Free shared memory below which a process may have been killed for want of it (SIGBUS)."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +46,9 @@ def diagnose(folder: str, nodes: Collection[str]) -> Diagnosis:
         [offer for offer in offers if not ways[offer.address].error and offer.address not in cut_off]
     )
     for node, free in posts.ask_all(shared_memory_bytes).items():
-        if free is not None and free < FULL_BYTES:
-            text = f"{SHARED_MEMORY} has {format_bytes(free)} free: processes that use more of it are killed (SIGBUS)"
-            remedy = "remove what ended processes have left there, or enlarge it (mount -o remount,size=8G)"
-            findings.append(problem(Subject.MEMORY, text, remedy, node))
+        if free is not None:
+            low = judge_shared_memory(free, node)
+            findings += [found for found in low if found.level == Level.PROBLEM]
     findings += judge_folder(RunNeeds(folder), posts.ask_all(try_folder, folder))
     links = try_links(posts)
     findings += [*judge_ports(links), *judge_links(links)]

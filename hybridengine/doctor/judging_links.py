@@ -1,4 +1,4 @@
-"""Rules that derive findings from reported facts about links between nodes. They query no node."""
+"""Rules that derive findings from reported facts about links between nodes, and their names. They query no node."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from hybridengine.doctor.findings import Finding, Subject, fine, problem, warning
 from hybridengine.doctor.links import LinkFacts
+from hybridengine.doctor.names import NameFacts
 from hybridengine.formatting import format_seconds
 
 SLOW_SHARE = 0.25
@@ -32,6 +33,22 @@ def judge_ports(links: Links) -> Iterator[Finding]:
                 yield problem(Subject.PORTS, text, remedy, node)
     if links and not any(one.error for ways in links.values() for one in ways.values()):
         yield fine(Subject.PORTS, f"{len(links)} nodes reach each other's ports")
+
+
+def judge_names(facts: Mapping[str, NameFacts]) -> Iterator[Finding]:
+    """Check that names of other hosts, where a node can resolve them, lead to these hosts.
+
+    A run does not use them, and a host's own name may resolve to loopback.
+    """
+    remedy = (
+        "correct /etc/hosts or DNS there, and give Ray addresses instead of names (`ray start --address`)"
+    )
+    for node, one in facts.items():
+        for target, other in facts.items():
+            wrong = [place for place in one.resolved.get(other.host, ()) if place not in other.addresses]
+            if wrong and other.host != one.host:
+                text = f"{other.host} resolves to {', '.join(wrong)}, which is no address of that host ({target})"
+                yield warning(Subject.PORTS, text, remedy, node)
 
 
 def judge_links(links: Links) -> Iterator[Finding]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,10 @@ TRIAL_BYTES = 32 * 2**20
 FOLDER_LIMIT_S = 30.0
 """Time limit for a file system to write the trial, or to show a file."""
 
+OWN_PACKAGES = ("hybridengine", "workers")
+"""This project's packages, which are the same on all nodes."""
+DRIVER = Path("/proc/driver/nvidia/version")
+"""Description of NVIDIA's kernel module."""
 IMPORTED = ("torch", "megatron.core", "ray", "vllm", "transformers", "transformer_engine")
 ASK = """
 import importlib, json, sys, warnings
@@ -86,6 +92,10 @@ class NodeFacts:
     cuda: str | None = None
     """CUDA version that torch was built for; None for a CPU build."""
     nccl: str | None = None
+    driver: str | None = None
+    """Version of NVIDIA's kernel module; None without it, and in containers that hide it."""
+    sources: str = ""
+    """Digest of this project's sources that Python imports there; empty in earlier versions."""
     node: str = THIS_MACHINE
     num_cpus: int = 0
     available_bytes: int = 0
@@ -102,6 +112,8 @@ def node_facts() -> NodeFacts:
     return NodeFacts(
         python=platform.python_version(),
         packages=installed_packages(),
+        sources=sources_digest(),
+        driver=driver_version(),
         has_gpu_device=any(Path("/dev").glob("nvidia[0-9]*")),
         num_cpus=len(os.sched_getaffinity(0)),
         available_bytes=available_bytes(),
@@ -121,6 +133,26 @@ def installed_packages() -> dict[str, str]:
     """Return versions by normalised name; for a package installed twice, that which Python finds first."""
     found = reversed(list(metadata.distributions()))
     return {canonicalize_name(one.metadata["Name"]): one.version for one in found if one.metadata["Name"]}
+
+
+def sources_digest(packages: Sequence[str] = OWN_PACKAGES) -> str:
+    """Return the first 12 hexadecimal digits of a SHA-256 over the paths and contents of packages' Python files."""
+    digest = hashlib.sha256()
+    for name in packages:
+        found = util.find_spec(name)
+        for folder in map(Path, (found and found.submodule_search_locations) or ()):
+            for file in sorted(folder.rglob("*.py")):
+                content = file.read_bytes()
+                digest.update(f"{name}/{file.relative_to(folder)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:12]
+
+
+def driver_version(description: Path = DRIVER) -> str | None:
+    """Return the version of NVIDIA's kernel module, such as 570.86.15; None if there is none."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"NVRM version:.*?\s(\d+\.[\d.]+)\s", description.read_text()):
+            return found[1]
+    return None
 
 
 def ask_libraries(modules: Sequence[str]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from hybridengine.doctor.node_facts import (
     is_seen,
     locked_mark,
     made,
+    sources_digest,
     unreadable,
 )
 
@@ -31,11 +32,14 @@ class View:
     sees_mark: bool
     unreadable: Mapping[str, str]
     """Reason for each path that cannot be read."""
+    sources: str = ""
+    """As in `NodeFacts`."""
 
 
 def view(mark: str, paths: list[str]) -> View:
     """Return what this process sees; `mark` is a file in the run's folder, `paths` are those that the run reads."""
-    return View(platform.python_version(), installed_packages(), is_seen(mark), unreadable(paths))
+    versions = platform.python_version(), installed_packages()
+    return View(*versions, is_seen(mark), unreadable(paths), sources_digest())
 
 
 def rank_problems(pools: Sequence[ResourcePool], folder: Path, reads: Mapping[str, Path]) -> Iterator[str]:
@@ -56,8 +60,12 @@ def rank_problems(pools: Sequence[ResourcePool], folder: Path, reads: Mapping[st
                 views |= pool.on_nodes(view, mark, list(paths.values()))
     here = ray.util.get_node_ip_address()
     name = here if here in views else f"{here} (the controller)"
-    own = NodeFacts(platform.python_version(), installed_packages(), node=name)
-    others = [NodeFacts(one.python, one.packages, node=node) for node, one in views.items() if node != here]
+    own = NodeFacts(platform.python_version(), installed_packages(), sources=sources_digest(), node=name)
+    others = [
+        NodeFacts(one.python, one.packages, sources=one.sources, node=node)
+        for node, one in views.items()
+        if node != here
+    ]
     apart = [node for node, one in views.items() if not one.sees_mark]
     findings = [
         *judge_sameness([own, *others]),

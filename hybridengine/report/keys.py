@@ -50,6 +50,8 @@ PAYLOAD_BYTES = "controller/payload_bytes"
 """Bytes of rows that passed through the controller, including those in Ray's messages."""
 OVERHEAD_S = "controller/overhead_s"
 """Seconds of the step during which no rank was in a call."""
+RECORDS_S = "controller/records_s"
+"""Seconds after the step in which the controller makes its metrics and its part of the timeline, while ranks wait."""
 
 
 def mean_key(column: str) -> str:

@@ -87,6 +87,7 @@ class _Iterations:
         if keys.TOKENS in metrics:
             metrics[keys.TOKENS_PER_S] = metrics[keys.TOKENS] / (end - begin)
         self.output.draw(step, records)
+        metrics[keys.RECORDS_S] = time.time() - end
         return metrics
 
     def complete(self, step: int, metrics: dict[str, float], *, evaluates: bool) -> None:

@@ -110,6 +110,8 @@ class RunSaver:
         self.saved_step = progress.step
         """Step of the newest checkpoint."""
         self._has_warned = False
+        self._said = set[str]()
+        """Warnings about checkpoints without a name, which every attempt to rename them would repeat."""
         self._begun: int | None = None
         """Step of the last save that was begun."""
         sha256_of(config.train_file)  # cached now, as it was read; every checkpoint records it
@@ -152,7 +154,7 @@ class RunSaver:
         config, step = self._config, self._progress.step
         run_folder = config.run_folder
         try:
-            name_written(run_folder, self._say)
+            name_written(run_folder, self._say_once)
             expected = SPARE_SHARE * checkpoint_bytes(config)
             if (free := shutil.disk_usage(run_folder).free) < expected:
                 raise CheckpointError(
@@ -222,7 +224,7 @@ class RunSaver:
             checkpoint = complete_checkpoint(writing.folder)
         except OSError as reason:
             self._writing = None
-            self._say(
+            self._say_once(
                 f"warning: checkpoint {writing.folder} was written but could not be renamed: {reason}; it will be renamed"
                 " at the next save"
             )
@@ -235,6 +237,11 @@ class RunSaver:
             prune(self._config.run_folder, self._config.checkpoint.keep, self._progress.best.step)
         size = format_bytes(checkpoint.num_bytes())
         self._say(f"checkpoint of step {writing.step} saved: {checkpoint.folder.name}, {size}")
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
 
     def _give_up(self, step: int, error: Exception) -> None:
         """Discard a checkpoint that could not be written, and print a warning; the run continues."""

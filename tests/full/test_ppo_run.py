@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(900)
 PROMISED_KEYS = """step reward/mean kl/mean time/generate_s time/switch_to_generate_s time/switch_to_train_s
     time/update_actor_s time/update_critic_s time/step_s switch/received_bytes switch/peak_weight_bytes
     switch/redundant_bytes rollout/log_prob_abs_diff_max transfer/bytes controller/payload_bytes
-    controller/overhead_s"""
+    controller/overhead_s controller/records_s"""
 """Metrics in every row of a training step."""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hybridengine import __version__
 from hybridengine.cli import train
 from hybridengine.cli.main import main
 from hybridengine.cli.train import EPILOG
@@ -181,8 +182,28 @@ def test_dry_run_says_how_it_decodes(
     assert expected in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "out", "error"),
+    [
+        (["--version"], 0, rf"hybridengine {__version__}\n", ""),
+        (["demo"], 2, "", r"hybridengine: the package \w+ is not installed in .*; install the lock .*\n"),
+    ],
+)
+def test_the_installed_command_without_its_dependencies(
+    arguments: list[str], status: int, out: str, error: str
+):
+    """-S hides what is installed."""
+    code = "import sys; from hybridengine.cli.start import main; sys.exit(main())"
+    command = [sys.executable, "-S", "-c", code, *arguments]
+    done = subprocess.run(
+        command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == status
+    assert re.fullmatch(out, done.stdout) and re.fullmatch(error, done.stderr), done.stderr
+
+
 def test_the_installed_command_reports_bad_input(tmp_path: Path):
-    code = "import sys; from hybridengine.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from hybridengine.cli.start import main; sys.exit(main())"
     done = run_python(code, "train", str(tmp_path / "missing.yaml"))
     assert done.returncode == 2
     assert done.stderr == (

@@ -18,10 +18,12 @@ from hybridengine.doctor import node_facts as facts_module
 from hybridengine.doctor.links import LinkFacts, open_port, probe_all, reach
 from hybridengine.doctor.node_facts import (
     ask_libraries,
+    driver_version,
     is_seen,
     lock_is_seen,
     locked_mark,
     made,
+    sources_digest,
     try_folder,
     unreadable,
 )
@@ -42,6 +44,49 @@ def test_libraries_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "hanging.py").write_text("import time; time.sleep(60)")
     monkeypatch.setattr(facts_module, "IMPORT_LIMIT_S", 1.0)
     assert ask_libraries(["hanging"])["import_errors"] == {"hanging": "importing took more than 1 s"}
+
+
+def test_a_digest_is_that_of_all_python_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"__init__.py": "", "one.py": "a = 1\n", "part/two.py": "b = 2\n"}
+    changes: list[dict[str, str]] = [
+        {},
+        {"read.me": "text", "__pycache__/one.pyc": "code"},  # no sources
+        {"one.py": "a = 2\n"},
+        {"one.py": "a = 1\nb = 2\n", "part/two.py": ""},  # the same bytes, in another file
+        {"three.py": ""},
+    ]
+    digests = list[str]()
+    for number, change in enumerate(changes):
+        name = f"sources_{number}"
+        for file, text in (files | change).items():
+            path = tmp_path / name / "sources_package" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        with monkeypatch.context() as patched:
+            patched.syspath_prepend(tmp_path / name)
+            digests.append(sources_digest(["sources_package", "not_installed"]))
+    assert digests[0] == digests[1] and len(set(digests)) == 4
+    assert len(sources_digest()) == 12
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024", "550.54.15"),
+        (
+            "NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder@U16)",
+            "570.86.15",
+        ),
+        ("something else", None),
+        (None, None),
+    ],
+)
+def test_the_version_of_a_driver(text: str | None, expected: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "version").write_text(
+            f"NVRM version: {text}\nGCC version:  gcc version 12.2.0 (Debian)\n"
+        )
+    assert driver_version(tmp_path / "version") == expected
 
 
 def test_folders_and_marks(tmp_path: Path) -> None:

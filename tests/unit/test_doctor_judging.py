@@ -110,6 +110,23 @@ def test_versions_are_the_same_on_all_nodes() -> None:
     assert told(judge_versions([ON_CPU, replace(ON_CPU, node="10.0.0.2")], REQUIRED)) == []
 
 
+@pytest.mark.parametrize("name", ["numpy", "tensordict", "pydantic", "cloudpickle", "safetensors"])
+def test_packages_whose_objects_cross_nodes_are_the_same(name: str) -> None:
+    nodes = [replace(packages(ON_CPU, **{name: f"{number}.0"}), node=f"10.0.0.{number}") for number in (1, 2)]
+    (text,) = told(judge_versions(nodes, REQUIRED))
+    assert text == f"problem: {name} differs: 1.0 on 10.0.0.1; 2.0 on 10.0.0.2"
+
+
+def test_sources_are_the_same_where_versions_are() -> None:
+    """The third node has a version that does not say its sources."""
+    nodes = [replace(ON_CPU, node=name, sources=name[0] * 12) for name in ("a1", "a2", "b1")]
+    assert told(judge_versions(nodes[:2], REQUIRED)) == []
+    (text,) = told(judge_versions([*nodes, replace(ON_CPU, node="c1")], REQUIRED))
+    assert text == (
+        "problem: sources of hybridengine differ (SHA-256): aaaaaaaaaaaa on a1, a2; bbbbbbbbbbbb on b1; unknown on c1"
+    )
+
+
 @pytest.mark.parametrize(
     ("node", "device", "expected"),
     [
@@ -146,15 +163,59 @@ def test_gpus_that_differ_are_told() -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, []),
+        (
+            {"nccl": "2.27.5"},
+            [
+                "problem: NCCL differs: 2.28.3 on 10.0.0.1; 2.27.5 on 10.0.0.2; it refuses ranks of another version"
+            ],
+        ),
+        (
+            {"driver": "570.86.15"},
+            [
+                "warning: drivers or CUDA differ: driver 580.65.06, CUDA 13.0 on 10.0.0.1; driver 570.86.15, CUDA 13.0"
+                " on 10.0.0.2"
+            ],
+        ),
+        (
+            {"cuda": "12.8", "driver": None},
+            [
+                "warning: drivers or CUDA differ: driver 580.65.06, CUDA 13.0 on 10.0.0.1; driver unknown, CUDA 12.8"
+                " on 10.0.0.2"
+            ],
+        ),
+    ],
+)
+def test_drivers_and_libraries_of_gpus_are_the_same(
+    change: dict[str, str | None], expected: list[str]
+) -> None:
+    one = replace(ON_GPU, driver="580.65.06")
+    assert told(judge_devices([one, replace(one, node="10.0.0.2", **change)], RunNeeds("/runs"))) == expected
+
+
+@pytest.mark.parametrize(
     ("node", "ranks", "expected"),
     [
         (ON_CPU, 12, []),
         (ON_CPU, 14, ["problem: 60.0 GiB of 64.0 GiB available; the run takes about 62.2 GiB there"]),
         (
+            replace(ON_CPU, shared_memory_bytes=0),
+            0,
+            ["problem: /dev/shm has 0 B free: processes that use more of it are killed (SIGBUS)"],
+        ),
+        (
+            replace(ON_CPU, shared_memory_bytes=64 * 2**20 - 4096),
+            0,
+            ["problem: /dev/shm has 64.0 MiB free: processes that use more of it are killed (SIGBUS)"],
+        ),
+        (
             replace(ON_CPU, shared_memory_bytes=64 * 2**20),
             0,
             ["warning: /dev/shm has 64.0 MiB free: Ray and NCCL pass data through it"],
         ),
+        (replace(ON_CPU, shared_memory_bytes=GIB), 0, []),
         (replace(ON_CPU, shared_memory_bytes=None), 0, []),
     ],
 )

@@ -6,14 +6,19 @@ import resource
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from hybridengine.config import load_config
 from hybridengine.errors import OutputError
 from hybridengine.report.recorder import MetricsRecorder
 from hybridengine.report.samples import Sample, write_samples
 from hybridengine.report.step_rows import read_rows
 from hybridengine.report.timeline import Span, TimelineWriter, read_timeline
+from hybridengine.training.saving import Progress, RunSaver, _Writing
+from tests.unit.checkpoints import written
 
 # TensorBoard's thread may find the full disk during a later test.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -73,3 +78,34 @@ def test_samples(tmp_path: Path) -> None:
     samples = [Sample(1, "1 + 1 =", "2" * FILE_BYTES, "2", 1.0)]
     with full_disk(), pytest.raises(OutputError, match=rf"samples {SAID}"):
         write_samples(tmp_path / "samples", 1, samples)
+
+
+class Group:
+    """Ranks of a role that have written their part of a checkpoint."""
+
+    def end_save(self, last: bool) -> Group:
+        return self
+
+    def get(self) -> list[bool]:
+        return [True]
+
+
+def test_a_checkpoint_that_cannot_be_renamed_is_named_once(tmp_path: Path) -> None:
+    """The next save, which begins at once, tries again and fails in the same way."""
+    config = load_config("configs/arithmetic.yaml", [f"run.folder={tmp_path}", "run.name=run"])
+    said, roles = list[str](), dict.fromkeys(("actor", "critic", "generation"), Group())
+    owner: Any = SimpleNamespace(**roles)
+    saver = RunSaver(config, owner, Progress(step=4), said.append)
+    partial = written(config.run_folder, 4)
+    saver._writing = _Writing(partial, 4, ["actor"], None)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        saver.after_step({}, last=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    why = "[Errno 27] File too large"
+    assert [text for text in said if "renamed" in text] == [
+        f"warning: checkpoint {partial} was written but could not be renamed: {why}; it will be renamed at the next save"
+    ]
+    assert "no checkpoint of step 4" in said[-1]

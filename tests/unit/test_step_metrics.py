@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridengine.controller.call_log import CallRecord
+from hybridengine.training import iterations
 from hybridengine.training.iterations import call_metrics
 
 EPOCH_S, STEP_MS = 1_700_000_000.0, 60
@@ -88,3 +91,21 @@ def test_engines_count_once_and_pools_have_idle_shares() -> None:
     assert found["idle/engines.2_share"] == 1
     assert found["idle/main_share"] == pytest.approx(0.6, abs=1e-4)
     assert not [name for name in call_metrics(records[3:], 0, EPOCH_S, EPOCH_S + 1) if "idle" in name]
+
+
+def test_records_of_a_step_are_timed_apart_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 2 s, whose records take 3 s."""
+    now = [EPOCH_S]
+
+    def take(seconds: float) -> dict[str, float]:
+        now[0] += seconds
+        return {}
+
+    monkeypatch.setattr(iterations.time, "time", lambda: now[0])
+    monkeypatch.setattr(iterations, "_carry_out", lambda *arguments: take(2))
+    pools: Any = SimpleNamespace(wait=lambda: None, nodes={})
+    output: Any = SimpleNamespace(begin=lambda step: None, draw=lambda step, records: take(3))
+    nothing: Any = None
+    found = iterations._Iterations(nothing, pools, nothing, None, output, nothing).train(1)
+    assert found["controller/records_s"] == 3
+    assert found["time/step_s"] == found["controller/overhead_s"] == 2

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hybridengine import formatting
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
+from hybridengine.doctor.node_facts import sources_digest
 from tests.machines.hosts import Network, joined_hosts
 from tests.machines.jobs import LIMIT_S, SHORT
 from tests.machines.ray_nodes import COMMAND, RayCluster, warm_folder
@@ -64,15 +66,22 @@ def test_files_that_one_host_lacks_and_versions_that_differ(
     (described,) = packages.glob("transformers-*.dist-info/METADATA")
     other, version = shared / "METADATA", metadata.version("transformers")
     other.write_text(described.read_text().replace(f"Version: {version}", f"Version: {OTHER_VERSION}", 1))
-    second.run("mount", "--bind", other, described)
+    source, changed = Path(formatting.__file__), shared / "formatting.py"
+    changed.write_text(source.read_text() + "# changed\n")
+    mounts = {other: described, changed: source}
+    for file, place in mounts.items():
+        second.run("mount", "--bind", file, place)
     try:
         said = refused(cluster, RANKS, f"run.folder={shared}", "model.tokenizer=/tmp/tokenizer")
     finally:
-        second.run("umount", described)
+        for place in mounts.values():
+            second.run("umount", place)
     assert (
         f"transformers differs: {version} on 10.77.0.1; {OTHER_VERSION} on 10.77.0.2; install the same lock on all nodes"
         in said
     )
+    digest = sources_digest()
+    assert f"sources of hybridengine differ (SHA-256): {digest} on 10.77.0.1; " in said
     assert "node 10.77.0.2: model.tokenizer=/tmp/tokenizer cannot be read (No such file or directory)" in said
 
 

@@ -119,13 +119,30 @@ def test_a_link_that_loses_packets(cluster: RayCluster, network: Network, folder
 
 
 def test_full_shared_memory(cluster: RayCluster, network: Network, folder: Path):
+    """Less than there should be on the second host, and then nothing."""
     second = network.hosts[1]
     second.run("dd", "if=/dev/zero", "of=/dev/shm/left", "bs=1M", "count=300")
-    found = examine(cluster, folder)
+    low = examine(cluster, folder)
+    second.run("dd", "if=/dev/zero", "of=/dev/shm/left", "bs=64K", check=False)
+    full = examine(cluster, folder)
     second.run("rm", "/dev/shm/left")
-    (text,) = found.told("memory", "warning").pop(ADDRESSES[1])
-    assert text == "/dev/shm has 900.0 MiB free: Ray and NCCL pass data through it", found.console
-    assert ADDRESSES[0] not in found.told("memory", "warning")
+    (text,) = low.told("memory", "warning").pop(ADDRESSES[1])
+    assert low.status == 0
+    assert text == "/dev/shm has 900.0 MiB free: Ray and NCCL pass data through it", low.console
+    assert ADDRESSES[0] not in low.told("memory", "warning")
+    text = "/dev/shm has 0 B free: processes that use more of it are killed (SIGBUS)"
+    assert full.status == 1
+    assert full.told("memory", "problem") == {ADDRESSES[1]: [text]}, full.console
+
+
+def test_a_name_that_leads_to_another_host(cluster: RayCluster, network: Network, folder: Path):
+    second = network.hosts[1]
+    second.run("sh", "-c", f"cp /etc/hosts /tmp/before; echo {ADDRESSES[1]} {NAMES[0]} >> /etc/hosts")
+    found = examine(cluster, folder)
+    second.run("sh", "-c", "cat /tmp/before > /etc/hosts")
+    assert found.status == 0, found.console
+    text = f"first resolves to {ADDRESSES[1]}, which is no address of that host ({ADDRESSES[0]})"
+    assert found.told("ports", "warning") == {ADDRESSES[1]: [text]}, found.console
 
 
 def test_folders_that_hang_or_lag(cluster: RayCluster, network: Network, folder: Path):
