@@ -36,7 +36,7 @@ EPILOG = """examples:
   hybridengine launch kuberay CONFIG --image IMAGE --claim CLAIM --queue team-a --env NCCL_IB_HCA=mlx5    with Kueue
 """
 QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[KMGT]i|[MGT])?")
-CPUS, CPUS_PER_RANK = "8", 4
+HEAD_CPUS = "8"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--memory", type=_quantity, default="512Gi", metavar="SIZE", help="memory of a worker pod")
     option("--shared-memory", type=_quantity, default="64Gi", metavar="SIZE",
            help="/dev/shm of each pod, which counts as its memory")  # fmt: skip
-    option("--head-cpus", type=_quantity, default=CPUS, metavar="N", help="CPUs of the head pod")
+    option("--head-cpus", type=_quantity, default=HEAD_CPUS, metavar="N", help="CPUs of the head pod")
     option("--head-memory", type=_quantity, default="96Gi", metavar="SIZE", help="memory of the head pod")
     option("--gpu-resource", default="nvidia.com/gpu", metavar="NAME", help="resource of GPUs")
     option("--resource", action="append", default=[], metavar="NAME=N",
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         path = getattr(options, name)
         if path is not None and not path.startswith("/"):
             raise ConfigError(f"--{name} {path} must be an absolute path in the pods, such as /shared")
-    cpus = options.cpus_per_node or shape.most_ranks * (CPUS_PER_RANK if shape.num_gpus else 1)
+    cpus = options.cpus_per_node or shape.default_cpus
     shared = options.shared_memory
     job = RayJob(
         name=kubernetes_name(options.job_name or config.run.name),

@@ -23,6 +23,8 @@ NAMED = 8
 HEAD, RAY, END, TOKEN = "head.json", "ray.json", "end.json", "token"
 STOP = "stop"
 """File with which a launcher asks the first node to stop its run."""
+LOST = "lost"
+"""File with the names of nodes that have left Ray, one a line, for the launcher."""
 
 
 class Meeting:
@@ -54,6 +56,10 @@ class Meeting:
         """Write a new token for Ray, which only this user can read, and return its file."""
         self._write(TOKEN, secrets.token_hex(32))
         return self.token_file
+
+    def write_lost(self, nodes: Iterable[str]) -> None:
+        """Write the names of nodes that have left Ray."""
+        self._write(LOST, "".join(f"{node}\n" for node in nodes))
 
     @property
     def token_file(self) -> Path:

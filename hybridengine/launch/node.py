@@ -155,6 +155,8 @@ class Lead:
                 if status and not self._stopping.asked and (lost := self._lost(environment)):
                     status, reason = NODE_LOST, f"{listed(lost)} left Ray while the run went on"
                     self._say(f"{reason}; the launch may be started again on other nodes")
+                    if len(lost) < len(task.hosts):  # else Ray has not answered
+                        self._meeting.write_lost(lost)
             except BaseException as error:
                 reason = str(error) or type(error).__name__
                 raise
