@@ -11,13 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hybridengine.errors import WorkerError
 from hybridengine.files import writing
+from hybridengine.temporary import make_short_folder
 
 STOP_LIMIT_S = 20.0
 """Time limit for Ray's processes to end by themselves."""
@@ -27,6 +27,9 @@ START_ATTEMPTS = 3
 """Number of attempts to start Ray, whose processes have 30 s: too short on a busy machine."""
 STARTED = b"Ray runtime started"
 """What `ray start` prints once its processes answer."""
+RAY_FOLDER = "ray"
+LONGEST_PATH = f"/{RAY_FOLDER}/session_2026-01-31_23-59-59_123456_4194304/sockets/plasma_store"
+"""Longest path of a socket of Ray in the folder of a node; the last number is that of a process."""
 METRICS = "RAY_enable_metrics_collection"
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0"}
 
@@ -82,8 +85,8 @@ class RayNode:
 
     def _start(self) -> None:
         self._attempts += 1
-        # Short: paths of Unix sockets have at most 107 characters. Ray's /tmp/ray may be another user's.
-        self._folder = Path(tempfile.mkdtemp(prefix="he-ray-"))
+        # Ray's /tmp/ray may be another user's. Ray lets all users write to its own folder, which is one level deeper.
+        self._folder = make_short_folder("ray", len(LONGEST_PATH))
         self.address = self._head or _joined(self._own, _free_port(self._own))
         options = [f"--node-ip-address={self._own}", *self._options]
         if self._head is None:
@@ -93,7 +96,7 @@ class RayNode:
         else:
             options += [f"--address={self._head}"]
         options += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
-        options += [f"--temp-dir={self._folder}", "--disable-usage-stats", "--block"]
+        options += [f"--temp-dir={self._folder / RAY_FOLDER}", "--disable-usage-stats", "--block"]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options]
         with writing(self._log), self._log.open("wb") as output:
             self._process = fated(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridengine.errors import ConfigError, shown
-from hybridengine.launch.meeting import LOST, STOP
+from hybridengine.launch.meeting import LOST, STOP, TOKEN
 from hybridengine.launch.node import NODE_LOST
 from hybridengine.launch.shape import Shape
 
@@ -65,6 +65,7 @@ while :; do
   before=$signals
   wait "$step"
   status=$?
+  [ "$(show %T)" != COMPLETING ] || rm -f "$launch/{token}" # SLURM will have killed the node that removes it
   if [ "$requeue" -eq 1 ] && [ "$(show %r)" = TimeLimit ]; then
     echo "$(date +%FT%T) the time limit came before the step was saved; raise --signal-before"
     start_again
@@ -77,7 +78,7 @@ echo "$(date +%FT%T) the run has ended with status $status"
 
 # After a signal before the time limit, and after a node was lost; not if the user has cancelled the job.
 if [ "$requeue" -eq 1 ] || [ "$status" -eq {node_lost} ]; then
-  [ "$(show %T)" != RUNNING ] || start_again
+  case $(show %T) in RUNNING | SIGNALING) start_again ;; esac
 fi
 exit "$status"
 """
@@ -146,6 +147,7 @@ def script(job: SlurmJob) -> str:
         command=shlex.join([job.python, "-m", "hybridengine.cli.main", *job.arguments]),
         node_lost=NODE_LOST,
         stop=STOP,
+        token=TOKEN,
         lost=LOST,
         num_nodes=job.shape.num_nodes,
         retries=job.retries,

@@ -172,6 +172,7 @@ def test_a_step_that_starts_in_the_folder_of_an_image_runs_in_that_of_the_job(
         (2, 0, "RUNNING", False),
         (75, 0, "RUNNING", True),  # a node was lost
         (75, 4, "RUNNING", True),
+        (75, 0, "SIGNALING", True),
         (75, 5, "RUNNING", False),
         (75, 0, "COMPLETING", False),  # the user has cancelled the job
     ],
@@ -224,13 +225,15 @@ def test_a_run_that_is_late_for_the_time_limit_is_requeued(
     job: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ):
     """SLURM signals the script again at the limit, and kills it soon; the step goes on until it is killed as well."""
-    (tmp_path / "programs/srun").write_text("#!/bin/bash\necho > srun-called\n/bin/sleep 30\n")
+    (tmp_path / "programs/srun").write_text("#!/bin/bash\necho > srun-called\nexec /bin/sleep 10 >&- 2>&-\n")
     with job() as started:
         wait_until_running(tmp_path)
         started.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         assert started.poll() is None and calls(tmp_path) == []
         (tmp_path / "reason").write_text("TimeLimit\n")
+        (tmp_path / "state").write_text("COMPLETING\n")
+        (token := tmp_path / "runs/arithmetic/launch/17.0/token").touch()
         started.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 30
         while not calls(tmp_path) and time.monotonic() < deadline:
@@ -238,6 +241,7 @@ def test_a_run_that_is_late_for_the_time_limit_is_requeued(
         started.kill()
         output, _ = started.communicate(timeout=60)
     assert calls(tmp_path) == ["requeue 17"], output
+    assert not token.exists(), "the first node may be killed before it removes the token"
     assert "the time limit came before the step was saved; raise --signal-before" in output
 
 
