@@ -93,11 +93,12 @@ class Meeting:
             self.check_running()
             check()
             now = time.monotonic()
-            state = f"{doing}: {len(found)} of {len(names)}; waiting for {listed(missing)}"
+            state = f"{doing}: {len(found)} of {len(names)}; waiting for {listed(missing)} in {self.folder}"
             if now >= deadline:
                 raise WorkerError(
                     f"{state} since {now - begin:.0f} s, which is the limit; see whether these hosts run"
-                    f" `hybridengine launch node` and see {self.folder}, or raise --start-limit"
+                    " `hybridengine launch node` and share this folder: a node whose folder is another file system's"
+                    " waits for itself. Put run.folder on a file system that all share, or raise --start-limit"
                 )
             if now - reported >= REPORT_EVERY_S:
                 self._say(state)

@@ -31,6 +31,8 @@ RAY_FOLDER = "ray"
 LONGEST_PATH = f"/{RAY_FOLDER}/session_2026-01-31_23-59-59_123456_4194304/sockets/plasma_store"
 """Longest path of a socket of Ray in the folder of a node; the last number is that of a process."""
 METRICS = "RAY_enable_metrics_collection"
+CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Variable that is 0 where Ray is to stay at loopback: else it takes another address of the node in place of that."""
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0"}
 
 
@@ -46,11 +48,13 @@ def fated(command: list[str], **settings: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, start_new_session=True, preexec_fn=share_fate, **settings)  # pyright: ignore
 
 
-def token_environment(token_file: Path) -> dict[str, str]:
-    """Return this process's environment with the token of a launch for Ray."""
+def token_environment(token_file: Path, own_address: str) -> dict[str, str]:
+    """Return this process's environment with the token of a launch, for Ray and its drivers on the node of an address."""
     environment = {**QUIET, **os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
     environment.pop("RAY_AUTH_TOKEN", None)
     environment.pop("RAY_ADDRESS", None)
+    if ipaddress.ip_address(own_address).is_loopback:
+        environment[CLUSTER] = "0"
     return environment
 
 
