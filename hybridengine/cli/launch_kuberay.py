@@ -127,8 +127,8 @@ def run(options: argparse.Namespace) -> int:
     shared = options.shared_memory
     if _number(shared) >= _number(options.memory):
         raise ConfigError(
-            f"--shared-memory {shared} is not less than --memory {options.memory}, of which it is a part; lower it, or raise"
-            " --memory"
+            f"--shared-memory {shared} is not less than --memory {options.memory}, of which it is a part; lower it, or"
+            " raise --memory"
         )
     environment = _pairs("--env", options.env)
     for key in environment:
