@@ -26,7 +26,7 @@ SHELL ["/bin/bash", "-eu", "-o", "pipefail", "-c"]
 # The second line is for tests alone: hosts in namespaces. Chromium, SLURM and OpenSSH are installed by `make test`.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends ca-certificates g++ libnuma1 make python3.11 python3.11-dev python3.11-venv \
+    && apt-get install --yes --no-install-recommends ca-certificates g++ libnuma1 make python3.11 python3.11-dev python3.11-venv wget \
         iproute2 procps \
     && rm -rf /var/lib/apt/lists/*
 
@@ -50,9 +50,11 @@ FROM ${CUDA_IMAGE} AS gpu
 
 SHELL ["/bin/bash", "-eu", "-o", "pipefail", "-c"]
 
+# NCCL uses InfiniBand and RoCE through ibverbs. KubeRay before 1.6 calls wget in pods.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends git make python3.12 python3.12-dev python3.12-venv \
+        ibverbs-providers libibverbs1 wget \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/hybridengine

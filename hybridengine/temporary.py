@@ -13,11 +13,33 @@ from pathlib import Path
 
 NAME = re.compile(r"hybridengine-[a-z]+-(?P<machine>[0-9a-f]{8}\.\d+)-(?P<owner>\d+-\d+)-\w+")
 
+SHORT, OWNER_FILE = "he-", "owner"
+MAX_SOCKET_PATH = 107
+"""Largest number of bytes in the path of a Unix socket (unix(7))."""
+
 
 def make_folder(kind: str) -> Path:
     """Create a temporary folder whose name has `kind`, a word, after removing those of processes that have ended."""
     remove_leftovers()
     return Path(tempfile.mkdtemp(prefix=f"hybridengine-{kind}-{_machine()}-{_owner(os.getpid())}-"))
+
+
+def make_short_folder(kind: str, room: int) -> Path:
+    """Create a temporary folder to which paths of `room` bytes can be added for Unix sockets; as `make_folder` otherwise.
+
+    It is in /tmp if the path of the folder for temporary files is too long, and is named he-KIND-*; a file in it names
+    its process.
+    """
+    remove_leftovers()
+    longest = MAX_SOCKET_PATH - room - len(f"/{SHORT}{kind}-12345678")
+    place = tempfile.gettempdir()
+    folder = Path(
+        tempfile.mkdtemp(
+            prefix=f"{SHORT}{kind}-", dir=place if len(os.fsencode(place)) <= longest else "/tmp"
+        )
+    )
+    (folder / OWNER_FILE).write_text(f"{_machine()} {_owner(os.getpid())}")
+    return folder
 
 
 @contextlib.contextmanager
@@ -39,6 +61,12 @@ def remove_leftovers() -> None:
                 continue
             if name["owner"] != _owner(int(name["owner"].split("-")[0])):
                 shutil.rmtree(folder, ignore_errors=True)  # does not follow or remove links
+    for place in {tempfile.gettempdir(), "/tmp"}:
+        for file in Path(place).glob(f"{SHORT}*/{OWNER_FILE}"):
+            with contextlib.suppress(OSError, ValueError):
+                machine, owner = file.read_text().split()
+                if machine == _machine() and owner != _owner(int(owner.split("-")[0])):
+                    shutil.rmtree(file.parent, ignore_errors=True)
 
 
 @functools.cache

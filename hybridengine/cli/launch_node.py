@@ -30,8 +30,8 @@ saves its step. The exit status of the first node is that of the run, or 75 if a
 succeed."""
 
 EPILOG = """examples:
-  hybridengine launch node configs/demo.yaml --hosts a,b --index 0 --launch-folder runs/demo/launch/1    on host a
-  hybridengine launch node configs/demo.yaml --hosts a,b --index 1 --launch-folder runs/demo/launch/1    on host b
+  hybridengine launch node configs/arithmetic.yaml --hosts a,b --index 0 --launch-folder runs/arithmetic/1    on host a
+  hybridengine launch node configs/arithmetic.yaml --hosts a,b --index 1 --launch-folder runs/arithmetic/1    on host b
 """
 
 

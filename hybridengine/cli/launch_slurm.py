@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hybridengine.cli.launch_options import (
     RETRIES,
@@ -36,9 +37,23 @@ EPILOG = """examples:
   hybridengine launch slurm configs/llama3-70b-16nodes.yaml --time 24:00:00 --partition gpu --submit
   hybridengine launch slurm configs/qwen3-235b.yaml --account rl --cpus-per-node 96 --output job.sh
   hybridengine launch slurm configs/arithmetic.yaml run.steps=10 --setup 'source /etc/profile.d/cuda.sh' --interface ib0
-  hybridengine launch slurm CONFIG --python python --srun-option container-image=team/hybridengine:1    with pyxis
+  hybridengine launch slurm CONFIG --python python --srun-option container-image=team/hybridengine:1 \\
+      --srun-option container-mounts=/lustre:/lustre                             with pyxis, here below /lustre
 """
-DIRECTIVES = ("time", "partition", "account", "qos", "constraint", "mem")
+DIRECTIVES = ("time", "partition", "account", "qos", "constraint")
+SIGNAL_BEFORE_S, LEAST_SIGNAL_BEFORE_S = 1800, 30
+SET_HERE = {
+    "nodes": "cluster.ranks_per_node and --gpus-per-node",
+    "ntasks": "cluster.ranks_per_node",
+    "ntasks-per-node": "one process, which starts the ranks",
+    "cpus-per-task": "--cpus-per-node",
+    "signal": "--signal-before",
+    "requeue": "--retries",
+    "no-requeue": "--retries 0",
+    **{name: f"--{name}" for name in (*DIRECTIVES, "mem", "job-name")},
+}
+"""Options of sbatch that this command writes itself, and what they follow from."""
+TIME_LIMIT = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d\d))?(?::(\d\d))?")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -52,11 +67,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--account", metavar="NAME", help="account that is charged")
     option("--qos", metavar="NAME", help="quality of service")
     option("--constraint", metavar="FEATURES", help="features of nodes, such as h100")
-    option("--mem", default="0", metavar="SIZE", help="memory of each node; 0 is all of it")
-    option("--job-name", metavar="NAME", help="name of the job (default: run.name)")
-    option("--shared", action="store_true", help="accept nodes that other jobs use as well")
-    option("--signal-before", type=between(30, 65_535), default=300, metavar="SECONDS",
-           help="time before the limit at which the run is asked to save its step")  # fmt: skip
+    option("--mem", metavar="SIZE", help="memory of each node, such as 500G (default: all of it)")
+    option("--job-name", metavar="NAME", help="name of the job and of its log (default: run.name)")
+    option("--shared", action="store_true", help="accept nodes that other jobs use as well; needs --mem")
+    option("--signal-before", type=between(LEAST_SIGNAL_BEFORE_S, 65_535), metavar="SECONDS",
+           help="time before the limit at which the run is asked to end its step and save it; more than the longest"
+           " time/step_s with an evaluation, and a save. A run that is late loses the steps after its last checkpoint"
+           f" (default: {SIGNAL_BEFORE_S}, at most half of --time)")  # fmt: skip
     option(
         "--retries", type=between(0, 1000), default=RETRIES, metavar="N", help="starts after the first one"
     )
@@ -77,19 +94,28 @@ def run(options: argparse.Namespace) -> int:
     config = launched_config(options.config, options.overrides)
     shape = shape_of(config, options.gpus_per_node)
     given = {name: value for name in DIRECTIVES if (value := getattr(options, name))}
+    further = _pairs("--sbatch-option", options.sbatch_option)
+    for name in further:
+        if name in SET_HERE:
+            raise ConfigError(
+                f"--sbatch-option {name} is set by this command, from {SET_HERE[name]}; change that instead"
+            )
+    name = options.job_name or config.run.name
+    if "/" in name:
+        raise ConfigError(f"--job-name {name} has a slash, and the log is named after it; write it without")
     job = SlurmJob(
-        name=options.job_name or config.run.name,
+        name=name,
         shape=shape,
         run_folder=str(config.run_folder),
-        folder=options.folder,
+        folder=os.path.abspath(options.folder),
         python=options.python,
         arguments=["launch", "node", options.config, *options.overrides, *node_options(options)],
         setup=options.setup,
         exclusive=not options.shared,
-        directives=given | _pairs("--sbatch-option", options.sbatch_option),
+        directives=given | _memory(options, further) | further,
         step_options=_pairs("--srun-option", options.srun_option),
-        cpus_per_node=options.cpus_per_node,
-        signal_before_s=options.signal_before,
+        cpus_per_node=options.cpus_per_node or (shape.default_cpus if options.shared else None),
+        signal_before_s=_signal_before_s(options.time, options.signal_before),
         retries=options.retries,
     )
     text = script(job)
@@ -111,9 +137,54 @@ def _pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def _memory(options: argparse.Namespace, further: Mapping[str, str]) -> dict[str, str]:
+    """Return the directive for memory, unless `further` has one of another kind."""
+    if any(name.startswith("mem-per-") for name in further) and options.mem is None:
+        return {}
+    if options.shared and options.mem in (None, "0"):
+        raise ConfigError(
+            "--shared without --mem would ask for all memory of each node, which leaves none to other jobs; add --mem"
+            " SIZE, such as 500G"
+        )
+    return {"mem": options.mem or "0"}
+
+
+def _signal_before_s(limit: str, given: int | None) -> int:
+    """Return the seconds before a time limit of SLURM at which the run is asked to save its step.
+
+    Raises:
+        ConfigError: they are not less than the limit.
+    """
+    limit_s = _seconds(limit)
+    seconds = given or max(LEAST_SIGNAL_BEFORE_S, int(min(SIGNAL_BEFORE_S, limit_s / 2)))
+    if seconds >= limit_s:
+        raise ConfigError(
+            f"--signal-before {seconds} is not less than --time {limit}, {limit_s:g} s, so that each start would be"
+            " stopped at once; lower the one or raise the other"
+        )
+    return seconds
+
+
+def _seconds(limit: str) -> float:
+    """Return the seconds of a time limit as SLURM reads it; infinite for UNLIMITED and 0.
+
+    Source: sbatch(1), --time: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
+    days-hours:minutes:seconds.
+    """
+    match = TIME_LIMIT.fullmatch(limit)
+    if match is None:
+        return math.inf
+    days, *fields = (None if field is None else int(field) for field in match.groups())
+    first, *rest = (field for field in fields if field is not None)
+    if days is None and len(rest) < 2:  # minutes come first
+        return (60 * first + (rest[0] if rest else 0)) or math.inf
+    minutes, seconds = [*rest, 0, 0][:2]
+    return (86_400 * (days or 0) + 3600 * first + 60 * minutes + seconds) or math.inf
+
+
 def _time_limit(text: str) -> str:
     """Return the text; argparse.ArgumentTypeError unless SLURM takes it as a time limit."""
-    if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}|UNLIMITED", text):
+    if text != "UNLIMITED" and not TIME_LIMIT.fullmatch(text):
         raise argparse.ArgumentTypeError(
             f"{text!r} is no time limit of SLURM; write minutes, H:MM:SS, D-H:MM:SS or UNLIMITED"
         )

@@ -31,8 +31,8 @@ after which the run resumes from its last checkpoint."""
 
 EPILOG = """examples:
   hybridengine launch ssh configs/llama3-70b-16nodes.yaml --hostfile hosts.txt     one host a line; 16 of them
-  hybridengine launch ssh configs/demo.yaml --hosts a,b,c actor.parallel=1-2-2     c is spare if the run needs two
-  hybridengine launch ssh configs/demo.yaml --hosts a,b --interface ib0 --setup 'source /etc/profile.d/cuda.sh'
+  hybridengine launch ssh configs/arithmetic.yaml --hosts a,b,c cluster.ranks_per_node=[2,2]     c is spare
+  hybridengine launch ssh configs/arithmetic.yaml --hosts a,b --interface ib0 --setup 'source /etc/profile.d/cuda.sh'
 """
 
 

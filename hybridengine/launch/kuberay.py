@@ -55,6 +55,8 @@ class RayJob:
     worker: PodSize
     gpu_resource: str
     environment: Mapping[str, str]
+    capabilities: Sequence[str]
+    """Capabilities of Linux that worker pods have in addition."""
     secrets: Sequence[str]
     """Secrets whose keys become environment variables of all pods."""
     service_account: str
@@ -135,6 +137,8 @@ def _worker_group(job: RayJob, ranks: int, replicas: int, *, one_of_many: bool) 
     """Return the group of pods with this number of ranks; pods with fewer ranks have fewer GPUs."""
     num_gpus = (ranks if one_of_many else job.shape.num_gpus) if job.shape.num_gpus else 0
     pod = _pod(job, "ray-worker", job.worker, num_gpus)
+    if job.capabilities:
+        pod["containers"][0]["securityContext"] = {"capabilities": {"add": list(job.capabilities)}}
     if job.node_selector:
         pod["nodeSelector"] = dict(job.node_selector)
     if job.tolerations:

@@ -23,6 +23,8 @@ NAMED = 8
 HEAD, RAY, END, TOKEN = "head.json", "ray.json", "end.json", "token"
 STOP = "stop"
 """File with which a launcher asks the first node to stop its run."""
+LOST = "lost"
+"""File with the names of nodes that have left Ray, one a line, for the launcher."""
 
 
 class Meeting:
@@ -54,6 +56,10 @@ class Meeting:
         """Write a new token for Ray, which only this user can read, and return its file."""
         self._write(TOKEN, secrets.token_hex(32))
         return self.token_file
+
+    def write_lost(self, nodes: Iterable[str]) -> None:
+        """Write the names of nodes that have left Ray."""
+        self._write(LOST, "".join(f"{node}\n" for node in nodes))
 
     @property
     def token_file(self) -> Path:
@@ -87,11 +93,12 @@ class Meeting:
             self.check_running()
             check()
             now = time.monotonic()
-            state = f"{doing}: {len(found)} of {len(names)}; waiting for {listed(missing)}"
+            state = f"{doing}: {len(found)} of {len(names)}; waiting for {listed(missing)} in {self.folder}"
             if now >= deadline:
                 raise WorkerError(
                     f"{state} since {now - begin:.0f} s, which is the limit; see whether these hosts run"
-                    f" `hybridengine launch node` and see {self.folder}, or raise --start-limit"
+                    " `hybridengine launch node` and share this folder: a node whose folder is another file system's"
+                    " waits for itself. Put run.folder on a file system that all share, or raise --start-limit"
                 )
             if now - reported >= REPORT_EVERY_S:
                 self._say(state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import secrets
 import signal
 import subprocess
@@ -11,10 +12,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from hybridengine.checkpoints.run_lock import is_locked
-from hybridengine.errors import HybridEngineError, WorkerError
+from hybridengine.errors import ConfigError, HybridEngineError, WorkerError
 from hybridengine.launch.addresses import answering, common_address, own_addresses, reached
 from hybridengine.launch.alive import LiveNodes
 from hybridengine.launch.meeting import END, HEAD, POLL_S, RAY, REPORT_EVERY_S, STOP, Meeting, listed
@@ -93,6 +95,7 @@ def _follow(task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[
     deadline = time.monotonic() + task.start_limit_s
     leader = {HEAD: task.hosts[0]}
     head = meeting.wait(leader, deadline, "the first node", check=stopping.check)[HEAD]
+    check_versions(task, head["versions"])
     allowed = own_addresses(task.interface, task.address)
     found = reached(head["addresses"], head["port"], head["secret"])
     ways = {theirs: own for theirs, own in found.items() if own in allowed}
@@ -102,7 +105,7 @@ def _follow(task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[
     with RayNode(
         own,
         ray["address"],
-        token_environment(meeting.token_file),
+        token_environment(meeting.token_file, own),
         task.log(),
         num_cpus=task.num_cpus,
         num_gpus=task.num_gpus,
@@ -115,6 +118,27 @@ def _follow(task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[
             stopping.check()
             time.sleep(POLL_S)
     say(f"{task.host} is done: {end['reason'] or 'the run has ended'}")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this node's software that must be those of the other nodes."""
+    import ray
+
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"Ray": ray.__version__, "Python": python, "hybridengine": version("hybridengine")}
+
+
+def check_versions(task: NodeTask, expected: Mapping[str, str]) -> None:
+    """Raise ConfigError if this node's software is not that of the first node, given by name."""
+    own = versions()
+    differing = [
+        f"{name} {own[name]} instead of {expected[name]}" for name in own if own[name] != expected[name]
+    ]
+    if differing:
+        raise ConfigError(
+            f"{task.host} has {', '.join(differing)}, which {task.hosts[0]} has; install the same versions on all nodes,"
+            " or start them with the same --python"
+        )
 
 
 class Lead:
@@ -135,7 +159,7 @@ class Lead:
             ends.callback(self._meeting.close)
             try:
                 own = self._meet()
-                environment = token_environment(self._meeting.write_token())
+                environment = token_environment(self._meeting.write_token(), own)
                 ray_node = ends.enter_context(
                     RayNode(
                         own,
@@ -155,6 +179,8 @@ class Lead:
                 if status and not self._stopping.asked and (lost := self._lost(environment)):
                     status, reason = NODE_LOST, f"{listed(lost)} left Ray while the run went on"
                     self._say(f"{reason}; the launch may be started again on other nodes")
+                    if len(lost) < len(task.hosts):  # else Ray has not answered
+                        self._meeting.write_lost(lost)
             except BaseException as error:
                 reason = str(error) or type(error).__name__
                 raise
@@ -171,7 +197,7 @@ class Lead:
         candidates = own_addresses(task.interface, task.address, task.host)
         secret = secrets.token_hex(16)
         with answering(secret) as port:
-            self._meeting.write(HEAD, addresses=candidates, port=port, secret=secret)
+            self._meeting.write(HEAD, addresses=candidates, port=port, secret=secret, versions=versions())
             files = {f"node-{index}.json": name for index, name in enumerate(task.hosts) if index}
             said = self._meeting.wait(files, self._deadline, "other nodes", check=self._check)
         found = {files[name]: values["ways"] for name, values in said.items()}

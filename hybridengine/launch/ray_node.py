@@ -11,13 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hybridengine.errors import WorkerError
 from hybridengine.files import writing
+from hybridengine.temporary import make_short_folder
 
 STOP_LIMIT_S = 20.0
 """Time limit for Ray's processes to end by themselves."""
@@ -27,7 +27,12 @@ START_ATTEMPTS = 3
 """Number of attempts to start Ray, whose processes have 30 s: too short on a busy machine."""
 STARTED = b"Ray runtime started"
 """What `ray start` prints once its processes answer."""
+RAY_FOLDER = "ray"
+LONGEST_PATH = f"/{RAY_FOLDER}/session_2026-01-31_23-59-59_123456_4194304/sockets/plasma_store"
+"""Longest path of a socket of Ray in the folder of a node; the last number is that of a process."""
 METRICS = "RAY_enable_metrics_collection"
+CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Variable that is 0 where Ray is to stay at loopback: else it takes another address of the node in place of that."""
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0"}
 
 
@@ -43,11 +48,13 @@ def fated(command: list[str], **settings: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, start_new_session=True, preexec_fn=share_fate, **settings)  # pyright: ignore
 
 
-def token_environment(token_file: Path) -> dict[str, str]:
-    """Return this process's environment with the token of a launch for Ray."""
+def token_environment(token_file: Path, own_address: str) -> dict[str, str]:
+    """Return this process's environment with the token of a launch, for Ray and its drivers on the node of an address."""
     environment = {**QUIET, **os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
     environment.pop("RAY_AUTH_TOKEN", None)
     environment.pop("RAY_ADDRESS", None)
+    if ipaddress.ip_address(own_address).is_loopback:
+        environment[CLUSTER] = "0"
     return environment
 
 
@@ -82,8 +89,8 @@ class RayNode:
 
     def _start(self) -> None:
         self._attempts += 1
-        # Short: paths of Unix sockets have at most 107 characters. Ray's /tmp/ray may be another user's.
-        self._folder = Path(tempfile.mkdtemp(prefix="he-ray-"))
+        # Ray's /tmp/ray may be another user's. Ray lets all users write to its own folder, which is one level deeper.
+        self._folder = make_short_folder("ray", len(LONGEST_PATH))
         self.address = self._head or _joined(self._own, _free_port(self._own))
         options = [f"--node-ip-address={self._own}", *self._options]
         if self._head is None:
@@ -93,7 +100,7 @@ class RayNode:
         else:
             options += [f"--address={self._head}"]
         options += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
-        options += [f"--temp-dir={self._folder}", "--disable-usage-stats", "--block"]
+        options += [f"--temp-dir={self._folder / RAY_FOLDER}", "--disable-usage-stats", "--block"]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options]
         with writing(self._log), self._log.open("wb") as output:
             self._process = fated(

@@ -11,6 +11,7 @@ from hybridengine.config import RunConfig, load_config
 from hybridengine.errors import ConfigError, shown
 from hybridengine.topology.nodes import order_pools, rooms_left
 
+CPUS_PER_GPU_RANK = 4
 RESUME = "resume=auto"
 """What launched runs are started with, so that a later attempt continues the earlier one."""
 
@@ -33,6 +34,11 @@ class Shape:
     def most_ranks(self) -> int:
         """Largest number of ranks on a node."""
         return self.ranks[0]
+
+    @property
+    def default_cpus(self) -> int:
+        """CPUs of a node that a scheduler is asked for if their number is not given."""
+        return self.most_ranks * (CPUS_PER_GPU_RANK if self.num_gpus else 1)
 
     def __str__(self) -> str:
         uneven = min(self.ranks) < self.most_ranks

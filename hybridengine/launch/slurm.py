@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridengine.errors import ConfigError, shown
-from hybridengine.launch.meeting import STOP
+from hybridengine.launch.meeting import LOST, STOP, TOKEN
 from hybridengine.launch.node import NODE_LOST
 from hybridengine.launch.shape import Shape
 
@@ -25,32 +26,59 @@ mkdir -p -m 700 "$launch" || exit 2
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd, -)
 echo "$(date +%FT%T) job $SLURM_JOB_ID, start $((${{SLURM_RESTART_COUNT:-0}} + 1)), on $hosts; logs in $launch"
 
+# A container (pyxis) would start in the folder of its image.
 srun --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --input=none --output="$launch/%N.log" --open-mode=append{srun} \\
-  {command} \\
+  env --chdir={folder} {command} \\
   --hosts "$hosts" --launch-folder "$launch" &
 step=$!
 
+show() {{ squeue --noheader --job "$SLURM_JOB_ID" --format="$1"; }}
+
+# Start again on nodes that SLURM chooses, from the last checkpoint.
+start_again() {{
+  [ "${{SLURM_RESTART_COUNT:-0}}" -lt {retries} ] || return
+  echo "$(date +%FT%T) requeued"
+  trap '' TERM # which SLURM sends to the processes of a requeued job
+  scontrol requeue "$SLURM_JOB_ID" || return
+  [ ! -s "$launch/{lost}" ] || exclude_lost
+  sleep 60
+}}
+
+# Exclude nodes that have left Ray, which SLURM may still take for healthy, if enough others respond.
+exclude_lost() {{
+  local before excluded others
+  before=$(show %x | sed 's/(null)//')
+  excluded=$(scontrol show hostnames "${{before:+$before,}}$(paste -sd, "$launch/{lost}")")
+  others=$(sinfo --noheader --Node --responding --partition="$SLURM_JOB_PARTITION" --states=idle,alloc,mix,comp \\
+    --format=%N | sort -u | grep -cvxF "$excluded")
+  [ "$others" -ge {num_nodes} ] || return
+  scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$(paste -sd, <<< "$excluded")" \\
+    && echo "$(date +%FT%T) excluded from the next start:" $excluded
+}}
+
 # SLURM signals this script alone, before the time limit. A file tells the first node, and the run saves its step: SLURM
-# would signal each process of the nodes, and srun would kill them.
+# would signal each process of the nodes, and srun would kill them. At the limit it signals all, and kills them soon.
 signals=0 requeue=0
 trap 'signals=$((signals + 1)); requeue=1; touch "$launch/{stop}"' TERM
-trap 'signals=$((signals + 1)); touch "$launch/{stop}"' USR1
+trap 'signals=$((signals + 1)); requeue=0; trap "" TERM; touch "$launch/{stop}"' USR1
 while :; do
   before=$signals
   wait "$step"
   status=$?
+  [ "$(show %T)" != COMPLETING ] || rm -f "$launch/{token}" # SLURM will have killed the node that removes it
+  if [ "$requeue" -eq 1 ] && [ "$(show %r)" = TimeLimit ]; then
+    echo "$(date +%FT%T) the time limit came before the step was saved; raise --signal-before"
+    start_again
+    exit "$status"
+  fi
   [ "$before" -eq "$signals" ] && break
 done
 echo "$(date +%FT%T) the run has ended with status $status"
 [ "$status" -eq 0 ] || tail -n 20 "$launch/${{hosts%%,*}}.log"
 
-# Start again on nodes that SLURM chooses, from the last checkpoint: after the time limit, and after a node was lost.
+# After a signal before the time limit, and after a node was lost; not if the user has cancelled the job.
 if [ "$requeue" -eq 1 ] || [ "$status" -eq {node_lost} ]; then
-  state=$(squeue --noheader --job "$SLURM_JOB_ID" --format=%T)
-  if [ "$state" = RUNNING ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {retries} ]; then
-    echo "$(date +%FT%T) requeued"
-    scontrol requeue "$SLURM_JOB_ID" && sleep 60
-  fi
+  case $(show %T) in RUNNING | SIGNALING) start_again ;; esac
 fi
 exit "$status"
 """
@@ -64,7 +92,7 @@ class SlurmJob:
     shape: Shape
     run_folder: str
     folder: str
-    """Folder in which all nodes start."""
+    """Folder in which all nodes start; an absolute path."""
     python: str
     """Python of the installation."""
     arguments: Sequence[str]
@@ -113,12 +141,15 @@ def script(job: SlurmJob) -> str:
         shape=job.shape,
         directives="\n".join(f"#SBATCH {_option(*item)}" for item in directives.items()),
         folder=shlex.quote(job.folder),
-        setup=f"{job.setup} || exit 2\n" if job.setup else "",
-        run_folder=shlex.quote(job.run_folder),
+        setup=f"{{\n{job.setup}\n}} || exit 2\n" if job.setup else "",  # it may end in a comment
+        run_folder=shlex.quote(os.path.join(job.folder, job.run_folder)),
         srun="".join(f" {shlex.quote(_option(*item))}" for item in steps.items()),
         command=shlex.join([job.python, "-m", "hybridengine.cli.main", *job.arguments]),
         node_lost=NODE_LOST,
         stop=STOP,
+        token=TOKEN,
+        lost=LOST,
+        num_nodes=job.shape.num_nodes,
         retries=job.retries,
     )
 

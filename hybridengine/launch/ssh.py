@@ -69,8 +69,8 @@ def parse_hosts(text: str | None, file: Path | None) -> tuple[str, ...]:
         try:
             lines = [line.partition("#")[0].strip() for line in read_text(file).splitlines()]
         except (FileNotFoundError, UnreadableError) as error:
-            reason = "does not exist" if isinstance(error, FileNotFoundError) else error
-            raise ConfigError(f"--hostfile {file} {reason}; name a file with one host a line") from None
+            reason = f"{file} does not exist" if isinstance(error, FileNotFoundError) else error
+            raise ConfigError(f"--hostfile {reason}; name a file with one host a line") from None
         names, source = [line for line in lines if line], f"--hostfile {file}"
     for name in names:
         if not name or len(name.split()) > 1 or name.startswith("-"):
@@ -163,7 +163,7 @@ def remote_command(plan: SshLaunch, arguments: Iterable[str]) -> str:
     words = [plan.python, "-m", "hybridengine.cli.main", *arguments]
     parts = [
         f"cd {shlex.quote(plan.folder)}",
-        *([plan.setup] if plan.setup else []),
+        *([f"eval {shlex.quote(plan.setup)}"] if plan.setup else []),  # it may end in a comment
         f"exec {shlex.join(words)}",
     ]
     return f"bash -c {shlex.quote(' && '.join(parts))}"

@@ -72,7 +72,7 @@ def test_a_node_that_does_not_come_is_named(network: Network, shared: Path):
     with node(network.hosts[0], shared / "alone", 1) as head:
         said, _ = head.communicate(timeout=120)
     assert head.returncode == 1
-    assert "other nodes: 0 of 1; waiting for second since" in said and "raise --start-limit" in said
+    assert "other nodes: 0 of 1; waiting for second in" in said and "raise --start-limit" in said
 
 
 def test_an_interface_that_a_host_lacks_is_named(network: Network, shared: Path):

@@ -91,7 +91,8 @@ def test_every_option_is_valid(capsys: pytest.CaptureFixture[str], validator: js
         *NEEDED,
         *("--namespace", "rl", "--mount", "/lustre", "--folder", "/lustre/rl", "--cpus-per-node", "96"),
         *("--memory", "1500Gi", "--shared-memory", "256Gi", "--head-cpus", "16", "--head-memory", "128Gi"),
-        *("--gpu-resource", "amd.com/gpu", "--resource", "rdma/ib=8", "--env", "A=b=c", "--secret", "wandb"),
+        *("--gpu-resource", "amd.com/gpu", "--resource", "rdma/ib=8", "--capability", "IPC_LOCK"),
+        *("--env", "A=b=c", "--secret", "wandb"),
         *("--service-account", "trainer", "--node-selector", "gpu=h100", "--toleration", "gpu"),
         *(
             "--queue",
@@ -131,7 +132,9 @@ def test_every_option_is_valid(capsys: pytest.CaptureFixture[str], validator: js
     assert worker["nodeSelector"] == {"gpu": "h100"}
     assert worker["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
     assert "nodeSelector" not in head
-    for pod in (head, worker):
+    assert worker["containers"][0]["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert "securityContext" not in head["containers"][0]
+    for pod, shared in ((head, "128Gi"), (worker, "256Gi")):
         container = pod["containers"][0]
         assert container["workingDir"] == "/lustre/rl"
         assert {"name": "A", "value": "b=c"} in container["env"]
@@ -139,7 +142,7 @@ def test_every_option_is_valid(capsys: pytest.CaptureFixture[str], validator: js
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert volumes[mounts["/lustre"]]["persistentVolumeClaim"] == {"claimName": "lustre"}
-        assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": "256Gi"}
+        assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": shared}
         assert pod["serviceAccountName"] == "trainer"
 
 
@@ -185,6 +188,18 @@ def test_names_of_runs_become_names_of_kubernetes(text: str, name: str):
         (["--env", "HOME"], "--env 'HOME' is not NAME=VALUE; write both"),
         (["--resource", "rdma/ib=many"], "--resource rdma/ib=many: 'many' is not a quantity"),
         (["--job-name", "ツ"], "'ツ' has no ASCII letter or digit for the name of a RayJob"),
+        (["--folder", "/other"], "--folder /other is not below --mount /shared, the volume that all pods"),
+        (["--folder", "/shared/../x"], "--folder /shared/../x is not below --mount /shared"),
+        (["--memory", "1Gi", "--shared-memory", "1Ti"], "--shared-memory 1Ti is not less than --memory 1Gi"),
+        (
+            ["--memory", "64G", "--shared-memory", "64Gi"],
+            "--shared-memory 64Gi is not less than --memory 64G",
+        ),
+        (["--claim", "UPPER_bad name"], "'UPPER_bad name' is not a name of Kubernetes"),
+        (["--namespace", "Bad NS"], "'Bad NS' is not a name of Kubernetes"),
+        (["--image", "bad image"], "'bad image' is not an image"),
+        (["--ray-version", "2.40.0"], "'2.40.0' must be a version of Ray from 2.52.0, which has tokens"),
+        (["--env", "RAY_AUTH_MODE=disabled"], "--env RAY_AUTH_MODE is set by KubeRay"),
         (["resume=never"], "a launched run has resume=auto, so that a new attempt continues the earlier one"),
         (["cluster.address=1.2.3.4:1"], "a launch starts the cluster that the run joins; leave it out"),
     ],

@@ -23,7 +23,8 @@ from hybridengine.errors import ConfigError, WorkerError
 from hybridengine.launch import ray_node
 from hybridengine.launch.addresses import answering, common_address, own_addresses, reached
 from hybridengine.launch.meeting import END, Meeting, listed
-from hybridengine.launch.ray_node import RayNode
+from hybridengine.launch.node import versions
+from hybridengine.launch.ray_node import RayNode, token_environment
 
 Carried = namedtuple("Carried", "family address")
 State = namedtuple("State", "isup")
@@ -129,18 +130,43 @@ def test_a_node_waits_for_others_and_says_for_whom(tmp_path: Path):
         "node-1.json": {"ways": {"a": "b"}},
         "node-2.json": {"ways": {}},
     }
-    assert said == ["other nodes: 1 of 3; waiting for host-0, host-2"]
+    assert said == [f"other nodes: 1 of 3; waiting for host-0, host-2 in {tmp_path}"]
 
 
 def test_waiting_ends_with_the_names_of_those_that_are_missing(tmp_path: Path):
     meeting = Meeting(tmp_path, print)
     with pytest.raises(
-        WorkerError, match=r"other nodes: 0 of 2; waiting for b, c since 0 s, which is the limit"
+        WorkerError,
+        match=rf"other nodes: 0 of 2; waiting for b, c in {tmp_path} since 0 s, which is the limit; .* and share this"
+        r" folder: .* Put run.folder on a file system that all share",
     ):
         meeting.wait({"1": "b", "2": "c"}, time.monotonic(), "other nodes")
     meeting.write(END, status=1, reason="node b: no Ray")
     with pytest.raises(WorkerError, match="the launch has ended: node b: no Ray"):
         meeting.wait({"1": "b"}, time.monotonic() + 30, "other nodes")
+
+
+def test_a_node_with_other_software_is_named(tmp_path: Path):
+    """The first node says what it has; the other ends with the difference before it starts Ray."""
+    folder = tmp_path / "launch"
+    meeting = Meeting(folder, print)
+    expected = versions() | {"Ray": "1.0.0"}
+    meeting.write("head.json", addresses=["127.0.0.1"], port=1, secret="a", versions=expected)
+    command = ["launch", "node", "configs/arithmetic.yaml", "--hosts", "a,b", "--index", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridengine.cli.main", *command, "--launch-folder", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    reason = (
+        f"b has Ray {versions()['Ray']} instead of 1.0.0, which a has; install the same versions on all nodes"
+    )
+    assert reason in done.stderr
+    failed = meeting.read("failed-1.json")
+    assert failed is not None and failed["host"] == "b" and reason in failed["reason"]
 
 
 def test_many_missing_nodes_are_counted():
@@ -279,3 +305,19 @@ def test_metrics_leave_a_node_only_if_a_port_is_given(
     ((command, environment),) = started
     options = [option for option in command if option.startswith("--metrics-export-port")]
     assert (environment.get("RAY_enable_metrics_collection"), next(iter(options), None)) == exported
+
+
+@pytest.mark.parametrize(("address", "taken"), [("127.0.0.1", "127.0.0.1"), ("10.0.0.5", "10.0.0.5")])
+def test_ray_takes_the_address_of_its_node(address: str, taken: str, tmp_path: Path):
+    """Also loopback, for which Ray would take another address that the machine has."""
+    code = (
+        "from ray._private.services import resolve_ip_for_localhost as r; import sys; print(r(sys.argv[1]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, address],
+        env=token_environment(tmp_path / "token", address),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [taken]

@@ -12,10 +12,16 @@ from pathlib import Path
 import pytest
 
 from hybridengine.cli.main import main
+from hybridengine.launch.meeting import Meeting
 
 PROGRAMS = {
-    "scontrol": """[ "$1" = show ] && printf 'node-1\\nnode-2\\n' || echo "$*" >> calls""",
-    "squeue": "cat state",
+    "scontrol": """case "$*" in
+          "show hostnames node-[1-2]") printf 'node-1\\nnode-2\\n';;
+          "show hostnames "*) tr , '\\n' <<< "$3";;
+          *) echo "$*" >> calls;;
+        esac""",
+    "squeue": """case "$*" in *%r) cat reason;; *%x) cat excluded;; *) cat state;; esac""",
+    "sinfo": "cat nodes",
     "sleep": "exit 0",
     "srun": """echo "$*" > srun-called
         while [ ! -e status ]; do
@@ -35,7 +41,8 @@ def job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., sub
     for name, text in PROGRAMS.items():
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(0o755)
-    (tmp_path / "state").write_text("RUNNING\n")
+    for name, text in {"state": "RUNNING", "reason": "None", "excluded": "(null)"}.items():
+        (tmp_path / name).write_text(f"{text}\n")
 
     def start(*arguments: str, restarts: int = 0) -> subprocess.Popen[str]:
         assert (
@@ -46,6 +53,7 @@ def job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., sub
             "PATH": f"{programs}:{os.environ['PATH']}",
             "SLURM_JOB_ID": "17",
             "SLURM_JOB_NODELIST": "node-[1-2]",
+            "SLURM_JOB_PARTITION": "gpu",
         }
         variables |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
         return subprocess.Popen(
@@ -58,6 +66,14 @@ def job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., sub
         )
 
     return start
+
+
+def wait_until_running(folder: Path) -> None:
+    """Wait until the script has started its step and set its traps."""
+    deadline = time.monotonic() + 30
+    while not (folder / "srun-called").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)
 
 
 def calls(folder: Path) -> list[str]:
@@ -114,14 +130,39 @@ def test_the_step_is_one_node_of_the_launch_on_each_node(
         output, _ = started.communicate(timeout=60)
     assert started.returncode == 0, output
     words = (tmp_path / "srun-called").read_text().split()
-    assert words[words.index("--mpi=none") + 2 : words.index("--hosts")] == [
+    assert words[words.index("--mpi=none") + 1 : words.index("--mpi=none") + 3] == [
+        "env",
+        f"--chdir={tmp_path}",
+    ]
+    assert words[words.index("--mpi=none") + 4 : words.index("--hosts")] == [
         *("-m", "hybridengine.cli.main", "launch", "node", "configs/arithmetic.yaml"),
         *("run.name=my_run", "actor.optimizer.lr=1e-3", "--start-limit", "900"),
     ]
-    launch = "runs/my_run/launch/17.0"
-    assert words[words.index("--hosts") :] == ["--hosts", "node-1,node-2", "--launch-folder", launch]
-    assert (tmp_path / launch).stat().st_mode & 0o777 == 0o700
+    launch = tmp_path / "runs/my_run/launch/17.0"
+    assert words[words.index("--hosts") :] == ["--hosts", "node-1,node-2", "--launch-folder", str(launch)]
+    assert launch.stat().st_mode & 0o777 == 0o700
     assert calls(tmp_path) == []
+
+
+def test_a_step_that_starts_in_the_folder_of_an_image_runs_in_that_of_the_job(
+    job: Callable[..., subprocess.Popen[str]], tmp_path: Path
+):
+    """As pyxis does with --srun-option container-image."""
+    image = tmp_path / "image"
+    image.mkdir()
+    (tmp_path / "programs/srun").write_text(
+        f"""#!/bin/bash\nwhile [ "${{1:0:1}}" = - ]; do shift; done\ncd {image}; exec "$@"\n"""
+    )
+    (tmp_path / "programs/python").write_text(
+        f"""#!/bin/bash\npwd > {tmp_path}/where\necho "$*" >> {tmp_path}/where\n"""
+    )
+    (tmp_path / "programs/python").chmod(0o755)
+    with job("--python", "python", "--srun-option", "container-image=team/image:1") as started:
+        output, _ = started.communicate(timeout=60)
+    assert started.returncode == 0, output
+    folder, arguments = (tmp_path / "where").read_text().splitlines()
+    assert folder == str(tmp_path)
+    assert f"--launch-folder {tmp_path}/runs/arithmetic/launch/17.0" in arguments
 
 
 @pytest.mark.parametrize(
@@ -131,6 +172,7 @@ def test_the_step_is_one_node_of_the_launch_on_each_node(
         (2, 0, "RUNNING", False),
         (75, 0, "RUNNING", True),  # a node was lost
         (75, 4, "RUNNING", True),
+        (75, 0, "SIGNALING", True),
         (75, 5, "RUNNING", False),
         (75, 0, "COMPLETING", False),  # the user has cancelled the job
     ],
@@ -153,24 +195,73 @@ def test_a_job_that_has_lost_a_node_is_requeued(
 
 
 @pytest.mark.parametrize(
+    ("excluded", "lost", "nodes", "update"),
+    [
+        ("(null)", "node-2", "node-1 node-2 node-3", "node-2"),
+        ("node-7", "node-2", "node-1 node-2 node-3 node-7", "node-7,node-2"),
+        ("(null)", "node-2", "node-1 node-2", None),  # the job would wait for ever
+        ("(null)", "", "node-1 node-2 node-3", None),
+    ],
+)
+def test_a_node_that_has_left_ray_is_excluded_if_there_are_others(
+    excluded: str,
+    lost: str,
+    nodes: str,
+    update: str | None,
+    job: Callable[..., subprocess.Popen[str]],
+    tmp_path: Path,
+):
+    (tmp_path / "nodes").write_text(nodes.replace(" ", "\n") + "\n")
+    (tmp_path / "excluded").write_text(f"{excluded}\n")
+    (tmp_path / "status").write_text("75")
+    Meeting(tmp_path / "runs/arithmetic/launch/17.0", print).write_lost(lost.split())
+    with job("cluster.ranks_per_node=[2,2]") as started:
+        output, _ = started.communicate(timeout=60)
+    excluding = [f"update JobId=17 ExcNodeList={update}"] if update else []
+    assert calls(tmp_path) == ["requeue 17", *excluding], output
+
+
+def test_a_run_that_is_late_for_the_time_limit_is_requeued(
+    job: Callable[..., subprocess.Popen[str]], tmp_path: Path
+):
+    """SLURM signals the script again at the limit, and kills it soon; the step goes on until it is killed as well."""
+    (tmp_path / "programs/srun").write_text("#!/bin/bash\necho > srun-called\nexec /bin/sleep 10 >&- 2>&-\n")
+    with job() as started:
+        wait_until_running(tmp_path)
+        started.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert started.poll() is None and calls(tmp_path) == []
+        (tmp_path / "reason").write_text("TimeLimit\n")
+        (tmp_path / "state").write_text("COMPLETING\n")
+        (token := tmp_path / "runs/arithmetic/launch/17.0/token").touch()
+        started.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 30
+        while not calls(tmp_path) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        started.kill()
+        output, _ = started.communicate(timeout=60)
+    assert calls(tmp_path) == ["requeue 17"], output
+    assert not token.exists(), "the first node may be killed before it removes the token"
+    assert "the time limit came before the step was saved; raise --signal-before" in output
+
+
+@pytest.mark.parametrize(
     ("number", "expected"), [(signal.SIGTERM, ["asked", "requeue 17"]), (signal.SIGUSR1, ["asked"])]
 )
 def test_a_signal_stops_the_run_and_before_the_time_limit_requeues_the_job(
     number: signal.Signals, expected: list[str], job: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ):
     with job() as started:
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "srun-called").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.3)  # until the trap is set
+        wait_until_running(tmp_path)
         started.send_signal(number)
         output, _ = started.communicate(timeout=60)
     assert started.returncode == 0, output
     assert calls(tmp_path) == expected
 
 
-def test_setup_that_fails_ends_the_job(job: Callable[..., subprocess.Popen[str]], tmp_path: Path):
-    with job("--setup", "false") as started:
+@pytest.mark.parametrize("setup", ["false", "false # a comment"])
+def test_setup_that_fails_ends_the_job(setup: str, job: Callable[..., subprocess.Popen[str]], tmp_path: Path):
+    with job("--setup", setup) as started:
         started.communicate(timeout=60)
     assert started.returncode == 2
     assert not (tmp_path / "srun-called").exists()
@@ -183,6 +274,14 @@ def test_setup_that_fails_ends_the_job(job: Callable[..., subprocess.Popen[str]]
         (["--sbatch-option", "=x"], "--sbatch-option '=x' has no name"),
         (["--gpus-per-node", "2"], "pool 'main' has 4 ranks on a node, and --gpus-per-node 2 allows 2"),
         (["--signal-before", "5"], "'5' must be an integer from 30 to 65535"),
+        (["--time", "3", "--signal-before", "7200"], "--signal-before 7200 is not less than --time 3, 180 s"),
+        (["--shared"], "--shared without --mem would ask for all memory of each node"),
+        (
+            ["--sbatch-option", "nodes=1"],
+            "--sbatch-option nodes is set by this command, from cluster.ranks_per",
+        ),
+        (["--sbatch-option=--time=1"], "--sbatch-option time is set by this command, from --time"),
+        (["--job-name", "a/b"], "--job-name a/b has a slash, and the log is named after it"),
     ],
 )
 def test_bad_input_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
@@ -210,6 +309,47 @@ def test_submitting_needs_sbatch_that_accepts_the_job(
     assert main(command) == 0
     assert "Submitted batch job 17" in capsys.readouterr().err
     assert (tmp_path / "submitted").read_text() == (tmp_path / "job.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("3", 90),  # half of it
+        ("3:30", 105),
+        ("1:00:00", 1800),
+        ("2:00:00", 1800),
+        ("0:10:00", 300),
+        ("1-0", 1800),
+        ("0-0:10", 300),
+        ("0-0:10:30", 315),
+        ("0", 1800),  # no limit
+        ("UNLIMITED", 1800),
+    ],
+)
+def test_the_run_is_asked_to_save_its_step_well_before_the_time_limit(
+    limit: str, seconds: int, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["launch", "slurm", "configs/arithmetic.yaml", "--time", limit]) == 0
+    assert f"#SBATCH --signal=B:TERM@{seconds}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "cpus", "memory"),
+    [
+        ("llama3-70b-16nodes", ["--mem", "500G"], 32, ["mem=500G"]),
+        ("llama3-70b-16nodes", ["--mem", "500G", "--cpus-per-node", "96"], 96, ["mem=500G"]),
+        ("arithmetic", ["--sbatch-option", "mem-per-cpu=2G"], 4, ["mem-per-cpu=2G"]),
+    ],
+)
+def test_a_job_on_shared_nodes_asks_for_what_it_needs(
+    config: str, given: list[str], cpus: int, memory: list[str], capsys: pytest.CaptureFixture[str]
+):
+    assert main(["launch", "slurm", f"configs/{config}.yaml", "--shared", *given]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"#SBATCH --cpus-per-task={cpus}" in lines and "#SBATCH --exclusive" not in lines
+    assert [line for line in lines if "--mem" in line] == [f"#SBATCH --{one}" for one in memory]
+    (step,) = (line for line in lines if line.startswith("srun "))
+    assert f" --cpus-per-task={cpus} " in step
 
 
 def test_unequal_nodes_are_told(capsys: pytest.CaptureFixture[str]):

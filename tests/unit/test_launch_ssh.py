@@ -151,7 +151,9 @@ sys.exit(launch(plan, print))
     assert "a: asked: stop" in output.splitlines()
 
 
-def test_the_command_of_a_host_is_quoted(plan: SshLaunch, tmp_path: Path):
+@pytest.mark.parametrize("setup", ["export SET=up", "export SET='up' # not down"])
+def test_the_command_of_a_host_is_quoted(setup: str, plan: SshLaunch, tmp_path: Path):
+    plan = SshLaunch(**{**vars(plan), "setup": setup})
     (tmp_path / "python").write_text('#!/bin/bash\nprintf "%s|" "$@" "$SET" "$PWD"\n')
     command = remote_command(plan, ["train", "a b", "c='d'", "$HOME"])
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
@@ -184,6 +186,11 @@ def test_wrong_files_are_refused(tmp_path: Path):
     (tmp_path / "empty").write_text("# nothing\n")
     with pytest.raises(ConfigError, match="names no host"):
         parse_hosts(None, tmp_path / "empty")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=rf"^--hostfile {tmp_path}/binary is not UTF-8 text"):
+        parse_hosts(None, tmp_path / "binary")
+    with pytest.raises(ConfigError, match=rf"^--hostfile {tmp_path} is a folder, not a regular file; name"):
+        parse_hosts(None, tmp_path)
     (tmp_path / "mpi").write_text("node-1 slots=8\n")
     with pytest.raises(ConfigError, match="'node-1 slots=8' is not the name of a host"):
         parse_hosts(None, tmp_path / "mpi")

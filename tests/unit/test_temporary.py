@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,3 +41,28 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path, monkeypatch: pyte
     with temporary.temporary_folder("calibrate") as last:
         assert sorted(tmp_path.iterdir()) == sorted([own, last, *strangers[1:]])
     assert not last.exists()
+
+
+def test_a_folder_for_sockets_is_short_and_goes_with_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path.joinpath(*["folder"] * 12)
+    deep.mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    own = temporary.make_short_folder("test", 60)
+    try:
+        assert own.parent == Path("/tmp") and len(str(own)) + 60 <= 107
+        assert own.stat().st_mode & 0o777 == 0o700
+    finally:
+        shutil.rmtree(own)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    room = 107 - len(f"{tmp_path}/he-test-12345678")
+    code = f"from hybridengine.temporary import make_short_folder as make; print(make('test', {room}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}, cwd=ROOT, check=False,
+    )  # fmt: skip
+    left = Path(done.stdout.strip())
+    assert left.parent == tmp_path and left.exists()
+    own = temporary.make_short_folder("test", room)
+    assert own.exists() and not left.exists()
