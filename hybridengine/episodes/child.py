@@ -66,9 +66,10 @@ class _Episodes:
 
     def _read(self) -> None:
         lines = self._channel.makefile("rb")
+        kinds = {"load": self._load, "begin": self._begin, "drawn": self._drawn, "drop": self._drop}
         while (text := lines.readline()).endswith(b"\n"):
             kind, content = json.loads(text)
-            self._loop.call_soon_threadsafe(getattr(self, f"_{kind}"), content)
+            self._loop.call_soon_threadsafe(kinds[kind], content)
         self._loop.call_soon_threadsafe(self._closed.set)
 
     def _write(self) -> None:

@@ -51,6 +51,7 @@ def draw(kv: str, parallel: str, folder: Path) -> Drawn:
         },
         "actor": SECTIONS["actor"] | {"parallel": "1-1-1", "mini_batches": 1},
         "reference": {"parallel": "1-1-1"},
+        "rollout": SECTIONS["rollout"],  # from the whole vocabulary, as transformers' log-probs are
         "generation": {"kv": kv, "parallel": parallel, "steps_per_call": STEPS_PER_CALL},
     }
     (folder / "engine.yaml").write_text(yaml.safe_dump(sections))

@@ -84,8 +84,8 @@ def row(number: int) -> dict[str, Any]:
 
 def own_process() -> psutil.Process:
     """Return the process of episodes that a host in this process has started."""
-    guards = [one for one in psutil.Process().children() if SERVER in one.cmdline()]
-    (own,) = guards[0].children()
+    children = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
+    (own,) = next(one for one in children if SERVER in one.cmdline()).children()
     return own
 
 
