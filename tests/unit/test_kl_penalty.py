@@ -74,7 +74,8 @@ def steps(
         groups["compute"] = SimpleNamespace(map=advantages, measure=measure)
         prompts = dataflows._Result(trace, 4)
         sampling = SimpleNamespace(step=1, num_prompts=4, samples_per_prompt=2, first_seed=0, prompts=prompts)
-        returned.append(algorithm.step(SimpleNamespace(**groups, term_columns=(), episode_columns=()), sampling, state))
+        roles = SimpleNamespace(**groups, term_columns=(), episode_columns=())
+        returned.append(algorithm.step(roles, sampling, state))
     return weights, state, returned
 
 
