@@ -230,7 +230,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _problem(fault: ErrorDetails, content: object, model: type[BaseModel]) -> str:
     """Return the message for one validation error of a row."""
-    name = ".".join(str(part) for part in fault["loc"] if part not in ("text", "messages"))
+    tags = ("text", "messages")  # of the prompt's two forms, after its own name
+    name = ".".join(str(part) for place, part in enumerate(fault["loc"]) if not place or part not in tags)
     if isinstance(content, bytes) and fault["type"] == "json_invalid":
         text, reason = content.decode(errors="replace"), fault["msg"].removeprefix("Invalid JSON: ")
         return f"{shown(text)} is not JSON ({reason}); write one JSON object per line"
