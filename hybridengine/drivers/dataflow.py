@@ -94,6 +94,11 @@ def switch_metrics(
     }
 
 
+def metrics_of(updates: Sequence[Any]) -> dict[str, float]:
+    """Return the metrics of updates, which are waited for in order."""
+    return {name: value for update in updates for name, value in update.get()[0].items()}
+
+
 class CriticFree(Algorithm):
     """Base of GRPO, RLOO and REINFORCE++, whose advantages are computed from a batch's scores alone."""
 
@@ -122,6 +127,10 @@ class CriticFree(Algorithm):
         """Adapt the weight of the KL penalty, if there is one; return metrics of it."""
         return {}
 
+    def compared(self, roles: Roles, rollout: Any) -> Any:
+        """Return `ref_log_probs` of the model that the KL divergence is measured from."""
+        return roles.reference.compute_log_probs(rollout)
+
     def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
         """Run one iteration; return its metrics."""
         actor, samples = roles.actor, sampling.samples_per_prompt
@@ -135,7 +144,7 @@ class CriticFree(Algorithm):
             rollout.select_as(log_probs="rollout_log_probs")
             if self.from_engine
             else actor.compute_log_probs(rollout, self.needs_squares),
-            roles.reference.compute_log_probs(rollout),
+            self.compared(roles, rollout),
             roles.reward.compute_scores(rollout),
         )
         batch = with_advantages(

@@ -31,6 +31,7 @@ PHASES: Mapping[str, str] = {
     "actor.compute_log_probs": "log_probs",
     "reference.compute_log_probs": "ref_log_probs",
     "actor.compute_base_log_probs": "ref_log_probs",
+    "teacher.compute_log_probs": "teacher_log_probs",
     "critic.compute_values": "values",
     "cost_critic.compute_values": "cost_values",
     "reward.compute_scores": "scores",
@@ -227,7 +228,9 @@ def calls_of(
     groups = {role: kind(trace, role) for role, kind in kinds.items()}
     roles = SimpleNamespace(**groups, term_columns=(), episode_columns=())
     sampling = SimpleNamespace(
-        step=1,
+        step=max(
+            map(algorithm.first_update, algorithm.roles), default=1
+        ),  # all roles are updated from there on
         num_prompts=num_prompts,
         samples_per_prompt=samples_per_prompt,
         first_seed=0,
