@@ -8,7 +8,7 @@ import json
 import re
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import BeforeValidator, SerializeAsAny, model_validator
 
@@ -162,6 +162,15 @@ class Algorithm(Section):
     def first_update(self, role: str) -> int:
         """Return the number of the first iteration that updates a trained role."""
         return 1
+
+    @property
+    def num_rounds(self) -> int:
+        """Largest number of times that an iteration draws responses to as many prompts as it trains."""
+        return 1
+
+    def traced(self) -> Self:
+        """Return the algorithm whose iterations make the usual calls and update all roles, which the planner traces."""
+        return self
 
     @abstractmethod
     def step(self, roles: Any, sampling: Any, state: dict[str, float]) -> dict[str, float]:

@@ -45,6 +45,10 @@ class Ppo(KlPenalty):
         """Return the number of the first iteration that updates a role: the actor waits for its critics."""
         return 1 + self.critic_warmup if role == "actor" else 1
 
+    def traced(self) -> Self:
+        """Return the algorithm without iterations for critics alone."""
+        return self.model_copy(update={"critic_warmup": 0})
+
     def pretrains(self, sampling: Sampling) -> bool:
         """Return True for an iteration that trains critics alone.
 

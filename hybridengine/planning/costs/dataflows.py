@@ -228,16 +228,14 @@ def calls_of(
     groups = {role: kind(trace, role) for role, kind in kinds.items()}
     roles = SimpleNamespace(**groups, term_columns=(), episode_columns=())
     sampling = SimpleNamespace(
-        step=max(
-            map(algorithm.first_update, algorithm.roles), default=1
-        ),  # all roles are updated from there on
+        step=1,
         num_prompts=num_prompts,
         samples_per_prompt=samples_per_prompt,
         first_seed=0,
         prompts=_Result(trace, num_prompts),
     )
     try:
-        algorithm.step(roles, sampling, {})
+        algorithm.traced().step(roles, sampling, {})
     except Exception as error:  # the step may be the user's code
         raise ConfigError(
             f"algorithm.name={algorithm.name}: the planner cannot trace its step ({type(error).__name__}: {error});"
