@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybridengine.algorithms.drift import check_drift, save_reproduction
 from hybridengine.algorithms.losses.aggregation import Aggregation, LossStats, SummedLoss
+from hybridengine.algorithms.losses.distillation import teacher_loss
 from hybridengine.algorithms.losses.policy import entropy_bonus, kl_loss
 from hybridengine.backends.engine import SamplingSettings
 from hybridengine.backends.levelling import Peers
@@ -29,7 +30,14 @@ from hybridengine.importing import import_object
 from hybridengine.reshard.compiler import compile_plan
 from hybridengine.reshard.domains import domains
 from hybridengine.rollouts.drawn import Drawn
-from hybridengine.rows.micro_batches import RESPONSE_MASK, ROUTES, SEQUENCE_COLUMNS, cut_rows, drawn_tokens
+from hybridengine.rows.micro_batches import (
+    RESPONSE_MASK,
+    ROUTES,
+    SEQUENCE_COLUMNS,
+    TEACHER_COLUMNS,
+    cut_rows,
+    drawn_tokens,
+)
 from hybridengine.rows.protocols import (
     ONE_TO_ALL,
     PROTO_3D,
@@ -235,7 +243,7 @@ class ActorWorker(TrainedWorker):
         [*SEQUENCE_COLUMNS, "log_probs", "advantages"],
         optional=[
             *("keep", "trained", "versions", *LOSS_COLUMNS),
-            *(RESPONSE_MASK, ROUTES, SUPPORTS, ROW_NUMBERS),
+            *(RESPONSE_MASK, ROUTES, SUPPORTS, ROW_NUMBERS, *TEACHER_COLUMNS),
         ],
     )
     def update(
@@ -244,7 +252,8 @@ class ActorWorker(TrainedWorker):
         """Update the policy with the algorithm's loss, entropy bonus and KL loss; return metrics on the last stage.
 
         Reads a rollout with `log_probs` and `advantages` [B, R], and optionally rows to `keep` [B], tokens that are
-        `trained` [B, R], `weights` [B, R] of the rollout correction, `ref_log_probs` and `covariant` [B, R].
+        `trained` [B, R], `weights` [B, R] of the rollout correction, `ref_log_probs` and `covariant` [B, R]. With
+        `TEACHER_COLUMNS` [B, R, K], the divergence from the teacher is a loss as well.
 
         Args:
             version: version of the weights before the update, for rows with the `versions` [B, R] that drew them.
@@ -278,6 +287,10 @@ class ActorWorker(TrainedWorker):
             if section.kl_loss_coef:
                 settings = section.kl_loss_coef, section.kl_loss_estimator, aggregation
                 total = total + kl_loss(log_probs, columns["ref_log_probs"], mask, *settings)
+            if {*TEACHER_COLUMNS} <= columns.keys():
+                ids, teacher = (columns[name] for name in TEACHER_COLUMNS)
+                own = output.log_probs_of(ids, self.run.rollout.temperature)
+                total = total + teacher_loss(own, teacher, mask, aggregation)
             return total.loss_sum, aggregation.count(mask).int(), (total.stats, int(mask.sum()))
 
         return self.update_rows(
