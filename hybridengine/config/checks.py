@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from hybridengine.config.episode_checks import episode_conflicts
 from hybridengine.config.generation_checks import generation_conflicts
 from hybridengine.config.loss_checks import loss_conflicts
 from hybridengine.config.model_checks import model_conflicts, paths_hint
-from hybridengine.config.reward_sections import RewardSection, ScorerSection, scorer_key
+from hybridengine.config.reward_checks import reward_conflicts
 from hybridengine.config.rollout_checks import rollout_conflicts
 from hybridengine.config.run_config import TRAINED, RunConfig, model_holders, ranks_key, reward_sections
 from hybridengine.config.sections import MAIN_POOL
@@ -49,7 +48,7 @@ def find_conflicts(
     found = [
         *_sources(config),
         *_algorithm(config),
-        *_scorers(config),
+        *reward_conflicts(config),
         *_pools(config),
         *generation_conflicts(config),
         *episode_conflicts(config),
@@ -161,73 +160,6 @@ def _algorithm(config: RunConfig) -> Iterator[Conflict]:
     yield from algorithm.conflicts(config)
 
 
-def _scorers(config: RunConfig) -> Iterator[Conflict]:
-    """Yield keys that require one another, and unused keys."""
-    for name, section in reward_sections(config).items():
-        for term, scorer in section.scorers.items():
-            yield from _scorer(scorer_key(name, term), scorer, is_reward=not term and name == "reward")
-        yield from _terms(config, name, section)
-        yield from _failures(config, name, section)
-
-
-def _scorer(key: str, scorer: ScorerSection, *, is_reward: bool) -> Iterator[Conflict]:
-    """Yield missing keys of a scorer; a single reward defaults to the demo's function, which costs and terms do not."""
-    if scorer.kind == "model" and scorer.path is None:
-        yield Conflict(
-            f"{key}.kind=model needs a checkpoint; give {key}.path, or {key}.kind=function",
-            (f"{key}.kind", f"{key}.path"),
-        )
-    given = is_reward or "function" in scorer.model_fields_set
-    if scorer.kind == "function" and not (given and scorer.function):
-        yield Conflict(
-            f"{key} names no function; give {key}.function as package.module:function, or {key}.kind=model with"
-            f" {key}.path",
-            (f"{key}.kind", f"{key}.function"),
-        )
-
-
-def _terms(config: RunConfig, name: str, section: RewardSection) -> Iterator[Conflict]:
-    if not section.terms:
-        return
-    given = section.model_fields_set
-    unread = [key for key in ScorerSection.model_fields if key in given and getattr(section, key) is not None]
-    if unread:
-        keys = ", ".join(f"{name}.{key}" for key in unread)
-        yield Conflict(
-            f"{name}.terms gives several scorers, so that nothing reads {keys}; write such keys beneath a term and null"
-            f" here, or leave {name}.terms out",
-            (f"{name}.terms", *(f"{name}.{key}" for key in unread)),
-        )
-    for term in section.models:
-        if f"{name}_{term}" in config.algorithm.roles:
-            yield Conflict(
-                f"{name}.terms.{term} would be called {name}_{term}, as a role of {config.algorithm.name} is; choose"
-                " another name",
-                (f"{name}.terms", "algorithm.name"),
-            )
-
-
-def _failures(config: RunConfig, name: Role, section: RewardSection) -> Iterator[Conflict]:
-    """Yield conflicts between the time limit of reward functions and that of the group's calls."""
-    calls, parts = 1 + section.num_retries, 1
-    if section.on_failure == "drop" and (pool := config.pools.get(config.pool_of(name))):
-        rows = math.ceil(config.rows_per_step / pool.num_ranks)
-        rounds = math.ceil(math.ceil(rows / section.rows_per_call) / section.num_processes)
-        parts = rounds * len(section.functions)
-    longest_s = calls * parts * section.timeout_s
-    if section.functions and longest_s >= config.timeouts.call_s:
-        after = f", {parts} after one another on a rank," if parts > 1 else ""
-        yield Conflict(
-            f"{name}.timeout_s={section.timeout_s:g} and {calls} {'calls' if calls > 1 else 'call'} for the same rows"
-            f"{after} make {longest_s:g} s, which must be less than timeouts.call_s={config.timeouts.call_s:g}; lower the"
-            f" one or raise the other{f', or raise {name}.rows_per_call' if parts > 1 else ''}",
-            (
-                *(f"{name}.{key}" for key in ("timeout_s", "rows_per_call", "on_failure", "retries")),
-                "timeouts.call_s",
-            ),
-        )
-
-
 def _pools(config: RunConfig) -> Iterator[Conflict]:
     """Yield roles that are in two pools, or that the algorithm does not use."""
     used, taken = config.algorithm.roles, dict[Role, str]()
@@ -334,7 +266,7 @@ def _rows_for_every_rank(config: RunConfig) -> Iterator[Conflict]:
         name = config.pool_of(role)
         pool, key = config.pools[name], ranks_key(name)
         if num_rows < pool.num_ranks:
-            what = "computes on" if role == "actor" else f"calls the functions of {role} for"
+            what = "computes on" if role == "actor" else f"calls the scorers of {role} for"
             yield Conflict(
                 f"each of the {pool.num_ranks} ranks of {key}={list(pool.ranks_per_node)} {what} rows of its own, and"
                 f" data.batch_size={config.data.batch_size} · rollout.samples_per_prompt="
@@ -348,7 +280,7 @@ def rows_for_every_rank(config: RunConfig) -> dict[Role, int]:
     """Return, by role, the number of rows of a call that is split over all ranks of the role's pool."""
     needs: dict[Role, int] = {"actor": config.rows_per_step}
     for role, section in reward_sections(config).items():
-        if section.functions:
+        if section.are_called:
             needs[role] = config.algorithm.scored_rows(config.data.batch_size, config.rows_per_step)
     return needs
 

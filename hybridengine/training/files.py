@@ -94,7 +94,7 @@ def prepare_files(config: RunConfig) -> RunFiles:
     disable_progress_bar()
     problems = list[str]()
     for name, section in reward_sections(config).items():
-        if section.functions:
+        if section.are_called:
             _attempt(problems, check_reward_functions, name, section, config.timeouts.start_s)
     if config.rollout.episode is not None:
         _attempt(problems, check_episode, config.rollout.episode, config.timeouts.start_s)

@@ -214,10 +214,10 @@ class RunPools:
         )
 
     def _scorers(self, role: Role, compute: WorkerGroup) -> Scorers:
-        """Return the groups of a reward section: one for all functions, on all ranks of its pool, and one per model."""
+        """Return the groups of a reward section: one for functions and services on all its pool's ranks, and models'."""
         config, pool = self._config, self._pools[self._config.pool_of(role)]
         section: RewardSection = getattr(config, role)
-        groups = [self._helper(pool, role, FUNCTION_WORKER)] if section.functions else []
+        groups = [self._helper(pool, role, FUNCTION_WORKER)] if section.are_called else []
         groups += [
             self._model(holder, WORKERS[role], folder=holder.folder, section=role, term=holder.term)
             for holder in model_holders(config)
@@ -227,7 +227,7 @@ class RunPools:
         own = tuple(score_column(role, term) for term in section.episodes)
         summed = weights if section.models or (weights and own) else {}
         episodes = config.rollout.episode is not None
-        return Scorers(groups, compute, summed, tuple(weights), own, episodes)
+        return Scorers(groups, compute, summed, tuple(weights), own, episodes, "" in section.functions)
 
     def _helper(
         self, pool: ResourcePool, role: str, worker: str, num_replicas: int | None = None
