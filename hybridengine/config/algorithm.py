@@ -8,7 +8,7 @@ import json
 import re
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import BeforeValidator, SerializeAsAny, model_validator
 
@@ -24,7 +24,7 @@ from hybridengine.config.values import (
 from hybridengine.errors import ConfigError
 from hybridengine.importing import import_object
 
-Role = Literal["actor", "generation", "critic", "cost_critic", "reference", "reward", "cost"]
+Role = Literal["actor", "generation", "critic", "cost_critic", "reference", "teacher", "reward", "cost"]
 """A role of a dataflow, by name: a model, or engines with the actor's weights on ranks of their own (`generation`)."""
 
 ALGORITHMS = {
@@ -36,6 +36,7 @@ ALGORITHMS = {
     "reinforce_plus_plus": "hybridengine.drivers.reinforce_plus_plus:ReinforcePlusPlus",
     "safe_rlhf": "hybridengine.drivers.safe_rlhf:SafeRlhf",
     "online_dpo": "hybridengine.drivers.online_dpo:OnlineDpo",
+    "distill": "hybridengine.drivers.distill:Distill",
     "async_grpo": "hybridengine.drivers.async_grpo:AsyncGrpo",
     "async_ppo": "hybridengine.drivers.async_ppo:AsyncPpo",
 }
@@ -157,6 +158,19 @@ class Algorithm(Section):
     def needs_on_policy(self) -> str | None:
         """Reason why every row must be drawn from the weights that are trained next; None if older rows are corrected."""
         return None
+
+    def first_update(self, role: str) -> int:
+        """Return the number of the first iteration that updates a trained role."""
+        return 1
+
+    @property
+    def num_rounds(self) -> int:
+        """Largest number of times that an iteration draws responses to as many prompts as it trains."""
+        return 1
+
+    def traced(self) -> Self:
+        """Return the algorithm whose iterations make the usual calls and update all roles, which the planner traces."""
+        return self
 
     @abstractmethod
     def step(self, roles: Any, sampling: Any, state: dict[str, float]) -> dict[str, float]:

@@ -290,8 +290,9 @@ def _schedules(config: RunConfig) -> Iterator[Conflict]:
     for role in (role for role in TRAINED if role in config.model_roles):
         section = getattr(config, role)
         optimizer, prefix = section.optimizer, f"{role}.optimizer"
-        steps = config.run.steps * section.ppo_epochs * section.mini_batches
-        if optimizer.warmup_steps and optimizer.warmup_steps >= steps:
+        iterations = config.run.steps + 1 - config.algorithm.first_update(role)
+        steps = iterations * section.ppo_epochs * section.mini_batches
+        if optimizer.warmup_steps and optimizer.warmup_steps >= steps > 0:
             yield Conflict(
                 f"{prefix}.warmup_steps={optimizer.warmup_steps} must be fewer than the run's {steps} optimizer steps;"
                 f" choose at most {steps - 1}",

@@ -81,6 +81,7 @@ class Roles:
     critic: WorkerGroup
     cost_critic: WorkerGroup
     reference: WorkerGroup | BaseOfActor
+    teacher: WorkerGroup
     reward: Scorers
     cost: Scorers
     prompts: WorkerGroup

@@ -20,7 +20,12 @@ from hybridengine.config.values import Section
 from hybridengine.data.datasets import DemonstrationDataset, PromptDataset
 from hybridengine.data.rewards import check_reward_functions
 from hybridengine.data.tasks import write_arithmetic_files
-from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer, token_id
+from hybridengine.data.tokenizer import (
+    build_arithmetic_tokenizer,
+    check_same_tokens,
+    load_tokenizer,
+    token_id,
+)
 from hybridengine.environments.files import write_environment_files
 from hybridengine.episodes.processes import check_episode
 from hybridengine.errors import CheckpointError, ConfigError, DataError, raise_all, shown
@@ -118,6 +123,9 @@ def prepare_files(config: RunConfig) -> RunFiles:
     sizes = {f"{holder.key}.path={holder.path}": holder_shape(config, holder).vocab_size for holder in own}
     for model, vocab_size in {f"the actor's model {config.model_folder}": shape.vocab_size, **sizes}.items():
         problems += vocabulary_problems(config, tokenizer, model, vocab_size)
+    if (teacher := config.teacher.path) is not None and "teacher" in config.algorithm.roles:
+        named = f"the actor ({config.tokenizer_folder})", f"teacher.path={teacher}"
+        _attempt(problems, check_same_tokens, tokenizer, teacher, *named)
     files = _read_rows(config, tokenizer, shape.vocab_size, problems)
     raise_all(problems, DataError)
     # Copied now, because the folders of models may be moved during a long run.

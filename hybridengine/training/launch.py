@@ -37,6 +37,7 @@ WORKERS = {
     "critic": "workers.critic.CriticWorker",
     "cost_critic": "workers.critic.CriticWorker",
     "reference": "workers.reference.ReferenceWorker",
+    "teacher": "workers.teacher.TeacherWorker",
     "reward": "workers.reward.RewardModelWorker",
     "cost": "workers.reward.RewardModelWorker",
 }

@@ -96,7 +96,7 @@ def test_sizes_are_held_against_the_pool_of_the_role(tmp_path: Path):
         (
             {"a": {"roles": ["actor"]}},
             "cluster.pools.a.roles[0]=\"actor\" must be 'generation', 'critic', 'cost_critic', 'reference',"
-            " 'reward' or 'cost'",
+            " 'teacher', 'reward' or 'cost'",
         ),
         (
             {"a": {"roles": []}},

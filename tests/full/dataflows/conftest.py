@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import yaml
 
-from hybridengine.config import load_config
+from hybridengine.config import RunConfig, load_config
+from hybridengine.config.role_sections import TeacherSection
+from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.drivers.roles import Roles
 from hybridengine.training.files import claim_run, prepare_files
 from hybridengine.training.launch import RunPools
 from tests.full.dataflows.shared import COST_LIMIT, MULTIPLIER_LR, Started
@@ -42,4 +46,14 @@ def started(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> Itera
         pools.start()
         actor = pools.start_model("actor", folder=config.model_folder, stop_token_ids=files.stop_token_ids)
         actor.start_training()
-        yield Started(config, files, pools, pools.start_roles(actor))
+        groups: dict[str, Any] = {**pools.start_roles(actor).__dict__, "teacher": teacher_of(config, actor)}
+        yield Started(config, files, pools, Roles(**groups))
+
+
+def teacher_of(config: RunConfig, actor: WorkerGroup) -> WorkerGroup:
+    """Return the teacher, whose weights are the actor's first ones: no run has it and all other roles as well."""
+    run = config.model_copy(update={"teacher": TeacherSection(path=str(config.model_folder))})
+    arguments = {"run": run, "folder": config.model_folder}
+    return WorkerGroup(
+        actor.pool, "workers.teacher.TeacherWorker", role="teacher", parallel="1-2-2", config=arguments
+    )
