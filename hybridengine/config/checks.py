@@ -13,6 +13,7 @@ from hybridengine.config.loss_checks import loss_conflicts
 from hybridengine.config.model_checks import model_conflicts, paths_hint
 from hybridengine.config.reward_checks import reward_conflicts
 from hybridengine.config.rollout_checks import rollout_conflicts
+from hybridengine.config.row_checks import row_conflicts
 from hybridengine.config.run_config import TRAINED, RunConfig, model_holders, ranks_key, reward_sections
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.models.presets import find_preset
@@ -56,7 +57,7 @@ def find_conflicts(
     ]
     for holder in model_holders(config):
         found += _sizes(config, holder.role, holder.sizes, holder.sizes_key)
-    found += [*_rows(config), *_schedules(config)]
+    found += [*row_conflicts(config), *_schedules(config)]
     if not dry_run:
         found += _files(config)
     found += model_conflicts(config, dry_run)
@@ -118,7 +119,7 @@ def _exactly_one(section: str, values: dict[str, object]) -> Iterator[Conflict]:
 
 def _algorithm(config: RunConfig) -> Iterator[Conflict]:
     """Yield keys that require one another, and unused keys."""
-    algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
+    algorithm, samples = config.algorithm, config.sequences_per_row
     named = f"algorithm.name={algorithm.name}"
     if samples < algorithm.min_samples:
         yield Conflict(
@@ -143,7 +144,7 @@ def _algorithm(config: RunConfig) -> Iterator[Conflict]:
             )
     yield from loss_conflicts(config)
     roles = ", ".join(algorithm.roles)
-    if "reward" not in algorithm.roles and config.eval_file is not None:
+    if algorithm.generates and "reward" not in algorithm.roles and config.eval_file is not None:
         generated = "data.task" if config.data.task else "data.environment"
         held_out = "data.eval_file" if config.data.eval_file else generated
         yield Conflict(
@@ -211,78 +212,6 @@ def _sizes(config: RunConfig, role: Role, sizes: TrainSizes, key: str) -> Iterat
         f" {'cluster' if name == MAIN_POOL else 'pool'} {sizes.num_ranks} ranks",
         (key, pool_key, *(("cluster.pools",) if inherited else ())),
     )
-
-
-def _rows(config: RunConfig) -> Iterator[Conflict]:
-    """Yield conflicts between the rows of an iteration and replicas, and between one row and a micro-batch.
-
-    Optimizer steps need the same number of rows on every replica; models that only run forward do not.
-    """
-    rows, row_keys = config.rows_per_step, ("data.batch_size", "rollout.samples_per_prompt")
-    rows_text = (
-        f"data.batch_size={config.data.batch_size} · rollout.samples_per_prompt="
-        f"{config.rollout.samples_per_prompt} = {rows} rows"
-    )
-    yield from _rows_for_every_rank(config)
-    for holder in model_holders(config):
-        role, section, sizes, key = holder.key, holder.section, holder.sizes, holder.sizes_key
-        replicas, mini_batches = sizes.dp_size, getattr(section, "mini_batches", None)
-        if mini_batches is None:
-            if rows < replicas:
-                yield Conflict(
-                    f"{rows_text} leave nothing for some of the d = {replicas} replicas of {key}={sizes}; choose at"
-                    f" least {replicas}, or fewer replicas",
-                    (*row_keys, key),
-                )
-        elif rows % (parts := replicas * mini_batches):
-            among = f"{mini_batches} mini-batches of {role} and " if mini_batches > 1 else ""
-            yield Conflict(
-                f"{rows_text} must split evenly over {among}the d = {replicas} replicas of {key}={sizes}; choose a"
-                f" multiple of {parts}",
-                (*row_keys, key, f"{role}.mini_batches"),
-            )
-        num_kept = config.algorithm.rows_per_unit if role == "actor" else 1
-        needed = config.max_tokens * num_kept
-        if section.micro_batch_tokens < needed:
-            what = "one row" if num_kept == 1 else f"{num_kept} rows, which stay together,"
-            yield Conflict(
-                f"{role}.micro_batch_tokens={section.micro_batch_tokens} must hold {what} of {config.max_tokens}"
-                f" tokens (prompt and response); raise it to at least {needed}",
-                (f"{role}.micro_batch_tokens", "rollout.max_prompt_tokens", "rollout.max_response_tokens"),
-            )
-    if config.warmup is not None and config.warmup.batch_size % config.actor.parallel.dp_size:
-        replicas = config.actor.parallel.dp_size
-        yield Conflict(
-            f"warmup.batch_size={config.warmup.batch_size} must split evenly over the d = {replicas} replicas of"
-            f" actor.parallel={config.actor.parallel}; choose a multiple of {replicas}",
-            ("warmup", "actor.parallel"),
-        )
-
-
-def _rows_for_every_rank(config: RunConfig) -> Iterator[Conflict]:
-    """Yield groups whose ranks work on rows individually and have fewer rows than ranks: every rank needs a row."""
-    row_keys = ("data.batch_size", "rollout.samples_per_prompt")
-    for role, num_rows in rows_for_every_rank(config).items():
-        name = config.pool_of(role)
-        pool, key = config.pools[name], ranks_key(name)
-        if num_rows < pool.num_ranks:
-            what = "computes on" if role == "actor" else f"calls the scorers of {role} for"
-            yield Conflict(
-                f"each of the {pool.num_ranks} ranks of {key}={list(pool.ranks_per_node)} {what} rows of its own, and"
-                f" data.batch_size={config.data.batch_size} · rollout.samples_per_prompt="
-                f"{config.rollout.samples_per_prompt} leave {num_rows} for all of them; raise data.batch_size,"
-                " or take fewer ranks",
-                (*row_keys, key),
-            )
-
-
-def rows_for_every_rank(config: RunConfig) -> dict[Role, int]:
-    """Return, by role, the number of rows of a call that is split over all ranks of the role's pool."""
-    needs: dict[Role, int] = {"actor": config.rows_per_step}
-    for role, section in reward_sections(config).items():
-        if section.are_called:
-            needs[role] = config.algorithm.scored_rows(config.data.batch_size, config.rows_per_step)
-    return needs
 
 
 def _schedules(config: RunConfig) -> Iterator[Conflict]:

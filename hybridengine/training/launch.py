@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from hybridengine.backends.vllm.environment import rank_environment
@@ -42,6 +43,8 @@ WORKERS = {
     "cost": "workers.reward.RewardModelWorker",
 }
 """Import path of each role's worker class; this package never imports them."""
+TRAINED_ACTOR = "workers.policy.PolicyWorker"
+"""Worker of an actor that draws no responses."""
 FUNCTION_WORKER = "workers.reward.RewardFunctionWorker"
 
 
@@ -147,6 +150,12 @@ class RunPools:
         (holder,) = (holder for holder in model_holders(self._config) if holder.role == role)
         return self._model(holder, worker or WORKERS[role], **arguments)
 
+    def start_actor(self, folder: Path, stop_token_ids: Sequence[int]) -> WorkerGroup:
+        """Return the actor's group, with engines if the algorithm generates."""
+        if not self._config.algorithm.generates:
+            return self.start_model("actor", TRAINED_ACTOR, folder=folder)
+        return self.start_model("actor", folder=folder, stop_token_ids=stop_token_ids)
+
     def start_engines(self, worker: str | None = None, **arguments: object) -> list[WorkerGroup]:
         """Return the engines of the role generation, each on a pool of its own; arguments are those of `start_model`."""
         config = self._config
@@ -209,7 +218,7 @@ class RunPools:
             worker,
             role=holder.name,
             parallel=holder.sizes,
-            generate=config.actor.generate if holder.role == "actor" else None,
+            generate=config.actor.generate if holder.role == "actor" and config.algorithm.generates else None,
             order=config.cluster.order,
             config={"run": config, **arguments},
         )

@@ -185,7 +185,7 @@ def test_a_warmup_moves_the_starting_point(small: Path) -> None:
     assert config.model_folder == Path("runs/small/model")
     assert config.start_folder == Path("runs/small/warmup")
     assert {holder.folder for holder in model_holders(config)} == {config.start_folder}
-    assert config.demonstrations_file == Path("runs/small/data/demonstrations.jsonl")
+    assert config.demonstrations_file == Path("runs/small/data/train.jsonl")
 
 
 def test_overrides_reach_every_kind_of_value(small: Path) -> None:
