@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hybridengine.drivers.sft import Sft
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from hybridengine.backends.predictions import Predictions
 from hybridengine.config import RunConfig
 from hybridengine.config.algorithm import Algorithm
 from hybridengine.config.loss_sections import COVARIANCE_LOSSES
+from hybridengine.drivers.sft import Sft
 from hybridengine.errors import ConfigError, ProtocolError
 from hybridengine.importing import import_object
 from hybridengine.rows.batch import columns_of

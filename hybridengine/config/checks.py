@@ -14,7 +14,7 @@ from hybridengine.config.model_checks import model_conflicts, paths_hint
 from hybridengine.config.reward_checks import reward_conflicts
 from hybridengine.config.rollout_checks import rollout_conflicts
 from hybridengine.config.row_checks import row_conflicts
-from hybridengine.config.run_config import TRAINED, RunConfig, model_holders, ranks_key, reward_sections
+from hybridengine.config.run_config import TRAINED, RunConfig, model_holders, ranks_key
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.models.presets import find_preset
 from hybridengine.topology.sizes import TrainSizes
