@@ -10,12 +10,16 @@ arXiv 2306.08543, section 2.2. GKD, arXiv 2306.13649, has the same objective for
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
+from hybridengine.config import holder_shape, model_holders
 from hybridengine.config.algorithm import Conflict
-from hybridengine.config.values import ImportPath, NonNegative, Share
+from hybridengine.config.values import CountOrZero, ImportPath, NonNegative, Share
 from hybridengine.drivers.dataflow import CriticFree
 from hybridengine.drivers.roles import Roles
+from hybridengine.errors import CheckpointError, ConfigError
+from hybridengine.models.shapes import ModelShape
 
 FROM_TEACHER = {"ref_log_probs": "teacher_log_probs"}
 """Renames the teacher's column: the KL divergence is measured from it."""
@@ -30,12 +34,16 @@ class Distill(CriticFree):
     """Function that computes the advantages of a batch, called as function(rows, across, algorithm, samples)."""
     gamma: Share = 0.0
     """Discount of the log-ratios of later tokens in the advantage of a token; 0 leaves each its own."""
+    top_k: CountOrZero = 0
+    """Number of the teacher's most likely tokens among which distributions are compared, as a loss beside that of the
+    advantages; 0 compares the drawn token alone, by its advantage."""
     reward_coef: NonNegative = 0.0
     """Weight of the reward's advantages, which are those of GRPO; 0 leaves the reward to metrics and evaluations."""
 
     def compared(self, roles: Roles, rollout: Any) -> Any:
-        """Return the teacher's log-probs as `ref_log_probs`."""
-        return roles.teacher.compute_log_probs(rollout).select_as(**FROM_TEACHER)
+        """Return the teacher's log-probs as `ref_log_probs`, and with `top_k` those of its most likely tokens."""
+        rows = roles.teacher.compute_log_probs(rollout, self.top_k)
+        return rows.union(rows.select_as(**FROM_TEACHER))
 
     def conflicts(self, config: Any) -> Iterator[Conflict]:
         """Yield a weight of rewards that are compared with nothing."""
@@ -46,3 +54,22 @@ class Distill(CriticFree):
                 f" rollout.samples_per_prompt={config.rollout.samples_per_prompt}; choose at least 2, or reward_coef=0",
                 ("algorithm.reward_coef", "rollout.samples_per_prompt"),
             )
+        if self.top_k and self.gamma:
+            yield Conflict(
+                f"algorithm.gamma={self.gamma:g} is not read with algorithm.top_k={self.top_k}, whose loss is that of"
+                " single tokens; leave one of them out",
+                ("algorithm.gamma", "algorithm.top_k"),
+            )
+        with suppress(ConfigError, CheckpointError):  # found with the models
+            smallest = min(shape.vocab_size for shape in _shapes(config))
+            if self.top_k > smallest:
+                yield Conflict(
+                    f"algorithm.top_k={self.top_k} must be at most the {smallest} tokens of the smaller vocabulary; lower"
+                    " it",
+                    ("algorithm.top_k", "model", "teacher.path"),
+                )
+
+
+def _shapes(config: Any) -> list[ModelShape]:
+    """Return the shapes of actor and teacher."""
+    return [holder_shape(config, one) for one in model_holders(config) if one.role in ("actor", "teacher")]

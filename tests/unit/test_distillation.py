@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import pytest
 import torch
 
 from hybridengine.algorithms.across import ONE_PROCESS
+from hybridengine.algorithms.losses.aggregation import Aggregation
+from hybridengine.algorithms.losses.distillation import divergence, teacher_loss
 from hybridengine.config import load_config, model_holders
+from hybridengine.config.checks import check_run
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, check_same_tokens, load_tokenizer
 from hybridengine.drivers.distill import Distill
 from hybridengine.drivers.teacher_advantages import distill
@@ -77,7 +81,69 @@ def test_the_policy_gradient_is_that_of_the_reverse_kl_divergence() -> None:
     assert torch.allclose(estimated, direct, atol=1e-14)
 
 
+def test_the_most_likely_tokens_have_a_loss_instead_of_advantages() -> None:
+    found = distill(ROWS.clone(), ONE_PROCESS, Distill(top_k=3), SAMPLES)
+    assert not found["advantages"].any()
+    both = distill(ROWS.clone(), ONE_PROCESS, Distill(top_k=3, reward_coef=0.3), SAMPLES)["advantages"]
+    alone = distill(ROWS.clone(), ONE_PROCESS, Distill(reward_coef=0.3), SAMPLES)["advantages"]
+    assert_rows(both - alone, {row: [-ratio for ratio in log_ratios(row)] for row in KEPT})
+
+
+@pytest.mark.parametrize("count", [1, 3, 6, 7])
+def test_the_divergence_of_listed_tokens_and_the_rest(count: int) -> None:
+    """A loop over the partition in float64; of all tokens it is the divergence over the vocabulary."""
+    generator = torch.Generator().manual_seed(6)
+    own, teacher = torch.randn(2, 2, 4, 7, generator=generator, dtype=torch.float64).log_softmax(-1)
+    top = teacher.topk(count)
+    listed = own.gather(-1, top.indices).requires_grad_()
+    result = divergence(listed, top.values)
+    found = result.detach()
+    for row in range(2):
+        for place in range(4):
+            mine, theirs = own[row, place].exp().tolist(), teacher[row, place].exp().tolist()
+            ids = top.indices[row, place].tolist()
+            rest = [max(1 - sum(probs[one] for one in ids), 1e-6) for probs in (mine, theirs)]
+            parts = [(mine[one], theirs[one]) for one in ids] + [(rest[0], rest[1])]
+            expected = sum(one * math.log(one / other) for one, other in parts)
+            assert float(found[row, place]) == pytest.approx(expected, abs=1e-12)
+            whole = sum(one * math.log(one / other) for one, other in zip(mine, theirs, strict=True))
+            assert expected <= whole + 1e-9
+            assert count < 6 or expected == pytest.approx(whole, abs=1e-9), "all tokens, or all but one"
+    mask = torch.tensor([[True, True, False, False], [True, True, True, False]])
+    total = teacher_loss(listed, top.values, mask, Aggregation("sequence"))
+    by_row = [float(found[row, : 2 + row].mean()) for row in range(2)]
+    assert float(total.loss_sum) == pytest.approx(sum(by_row))
+    assert total.stats.metrics(0) == {"actor/teacher_kl": pytest.approx(sum(by_row) / 2)}
+    (grad,) = torch.autograd.grad(total.loss_sum, listed)
+    assert not grad[~mask].any() and grad[mask].abs().sum() > 0
+
+
 DISTILL = ("algorithm.name=distill",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["algorithm.top_k=57"], None),
+        (
+            ["algorithm.top_k=58"],
+            "algorithm.top_k=58 must be at most the 57 tokens of the smaller vocabulary; lower it",
+        ),
+        (
+            ["algorithm.top_k=5", "algorithm.gamma=0.5"],
+            "algorithm.gamma=0.5 is not read with algorithm.top_k=5, whose loss is that of single tokens; leave one of",
+        ),
+    ],
+)
+def test_rules_of_the_most_likely_tokens(
+    built: Path, teacher: Path, changes: list[str], message: str | None
+) -> None:
+    given = (*DISTILL, f"teacher.path={teacher}", *changes)
+    if message is None:
+        assert check_run(load_config(built, [*given])) == []
+        return
+    (found,) = problems_of(built, *given)
+    assert found.startswith(message)
 
 
 def test_a_teacher_needs_a_checkpoint(built: Path) -> None:

@@ -12,7 +12,7 @@ from hybridengine.config import RunConfig, load_config
 from hybridengine.config.role_sections import TeacherSection
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.drivers.roles import Roles
-from hybridengine.training.files import claim_run, prepare_files
+from hybridengine.training.files import build_model, claim_run, prepare_files
 from hybridengine.training.launch import RunPools
 from tests.full.dataflows.shared import COST_LIMIT, MULTIPLIER_LR, Started
 from tests.full.tiny_runs import SECTIONS
@@ -51,9 +51,12 @@ def started(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> Itera
 
 
 def teacher_of(config: RunConfig, actor: WorkerGroup) -> WorkerGroup:
-    """Return the teacher, whose weights are the actor's first ones: no run has it and all other roles as well."""
-    run = config.model_copy(update={"teacher": TeacherSection(path=str(config.model_folder))})
-    arguments = {"run": run, "folder": config.model_folder}
+    """Return the teacher, a model with weights of its own: no run has it and all other roles as well."""
+    seeded = config.run.model_copy(update={"name": "teacher", "seed": 4})
+    folder = config.model_copy(update={"run": seeded}).model_folder
+    build_model(config.model_copy(update={"run": seeded}))
+    run = config.model_copy(update={"teacher": TeacherSection(path=str(folder))})
+    arguments = {"run": run, "folder": folder}
     return WorkerGroup(
         actor.pool, "workers.teacher.TeacherWorker", role="teacher", parallel="1-2-2", config=arguments
     )

@@ -103,6 +103,13 @@ def test_covariant_tokens_and_a_baseline_for_each_token(started: Started) -> Non
     assert metrics["actor/grad_norm"] > 0
 
 
+def test_the_teachers_most_likely_tokens(started: Started) -> None:
+    for count in (57, 5):
+        metrics = one_step(started, "distill", State(), top_k=count)
+        assert metrics["actor/policy_loss"] == 0 < metrics["actor/grad_norm"]
+        assert 0 < metrics["actor/teacher_kl"] < 1
+
+
 def test_prompts_of_equal_scores_are_replaced(started: Started) -> None:
     """Rows of two calls of each method are one batch: trainer and engines agree on every row of it."""
     state = State()
