@@ -6,7 +6,8 @@ from rich.console import Console
 
 from hybridengine.config import RunConfig, holder_shape, model_holders, model_shape
 from hybridengine.config.algorithm import ServedAlgorithm
-from hybridengine.config.run_config import TRAINED
+from hybridengine.config.reward_sections import scorer_key
+from hybridengine.config.run_config import TRAINED, reward_sections
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.formatting import format_bytes
 from hybridengine.planning.budget import Budget, budget_of, pool_models, switched_weights
@@ -54,10 +55,21 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
         "roles: "
         + ", ".join(f"{holder.name} {holder.sizes}" for holder in model_holders(config))
         + f" (p-t-d){generates if in_place else ''}",
+        *_judge_lines(config),
         *_padding_lines(config),
         _decoding_line(config),
         *_draws_lines(config),
         *([_switch_line(config, cost)] if in_place else []),
+    ]
+
+
+def _judge_lines(config: RunConfig) -> list[str]:
+    """Return a line about the engines of each judge."""
+    return [
+        f"judge: {scorer_key(role, term)} at {judge.engine} (p_g-t_g) in"
+        f" {config.pools[config.pool_of(role)].num_ranks // judge.engine.num_ranks} engine(s)"
+        for role, section in reward_sections(config).items()
+        for term, judge in section.judges.items()
     ]
 
 
