@@ -9,6 +9,7 @@ from pathlib import Path
 from hybridengine.config.algorithm import Conflict, Role
 from hybridengine.config.episode_checks import episode_conflicts
 from hybridengine.config.generation_checks import generation_conflicts
+from hybridengine.config.judge_checks import judge_conflicts
 from hybridengine.config.loss_checks import loss_conflicts
 from hybridengine.config.model_checks import model_conflicts, paths_hint
 from hybridengine.config.reward_checks import reward_conflicts
@@ -60,7 +61,7 @@ def find_conflicts(
     found += [*row_conflicts(config), *_schedules(config)]
     if not dry_run:
         found += _files(config)
-    found += model_conflicts(config, dry_run)
+    found += [*model_conflicts(config, dry_run), *judge_conflicts(config, dry_run)]
     if serves:
         found = [one for one in found if all(key.startswith(SERVED) for key in one.keys)]
         found += _served_pools(config)

@@ -21,17 +21,20 @@ def reward_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 def _scorer(key: str, scorer: ScorerSection, *, is_reward: bool) -> Iterator[Conflict]:
     """Yield missing keys of a scorer; a single reward defaults to the demo's function, which costs and terms do not."""
-    if scorer.kind == "model" and scorer.path is None:
+    if scorer.kind in ("model", "judge") and scorer.path is None:
         yield Conflict(
-            f"{key}.kind=model needs a checkpoint; give {key}.path, or {key}.kind=function",
+            f"{key}.kind={scorer.kind} needs a checkpoint; give {key}.path, or {key}.kind=function",
             (f"{key}.kind", f"{key}.path"),
         )
-    if (scorer.kind == "service") != (scorer.service is not None):
-        remedy = "give" if scorer.kind == "service" else "leave out"
+    for kind, needs in (("service", "urls"), ("judge", "messages")):
+        if (scorer.kind == kind) == (getattr(scorer, kind) is not None):
+            continue
+        found = "needs" if scorer.kind == kind else "does not read"
+        remedy = "give" if scorer.kind == kind else "leave out"
+        other = "function" if scorer.kind == kind else kind
         yield Conflict(
-            f"{key}.kind={scorer.kind} {'needs' if scorer.kind == 'service' else 'does not read'} {key}.service; {remedy}"
-            f" {key}.service.urls, or choose {key}.kind={'function' if scorer.kind == 'service' else 'service'}",
-            (f"{key}.kind", f"{key}.service"),
+            f"{key}.kind={scorer.kind} {found} {key}.{kind}; {remedy} {key}.{kind}.{needs}, or choose {key}.kind={other}",
+            (f"{key}.kind", f"{key}.{kind}"),
         )
     given = is_reward or "function" in scorer.model_fields_set
     if scorer.kind == "function" and not (given and scorer.function):
@@ -54,7 +57,7 @@ def _terms(config: RunConfig, name: str, section: RewardSection) -> Iterator[Con
             f" here, or leave {name}.terms out",
             (f"{name}.terms", *(f"{name}.{key}" for key in unread)),
         )
-    for term in section.models:
+    for term in (*section.models, *section.judges):
         if f"{name}_{term}" in config.algorithm.roles:
             yield Conflict(
                 f"{name}.terms.{term} would be called {name}_{term}, as a role of {config.algorithm.name} is; choose"

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
+from hybridengine.config.judge_section import JudgeSection
 from hybridengine.config.values import (
     Bytes,
     Count,
@@ -45,18 +46,21 @@ class ServiceSection(Section):
 
 
 class ScorerSection(Section):
-    """A function of the response's text, a service that is sent it, or a model's score."""
+    """A function of the response's text, a service or a judge that is sent it, or a model's score."""
 
-    kind: Literal["function", "service", "model", "episode"] = "function"
+    kind: Literal["function", "service", "model", "judge", "episode"] = "function"
     """function: rule-based, verifiable; service: scores over HTTP; model: a sequence-classification checkpoint with one
-    label; episode: what the function of `rollout.episode` has returned."""
+    label; judge: a language model that is asked about the response; episode: what the function of `rollout.episode` has
+    returned."""
     function: ImportPath | None = None
     """Scoring function, package.module:function, called as function(responses, answers) plus any extra columns that its
     parameters name."""
     service: ServiceSection | None = None
     """Service of kind=service."""
+    judge: JudgeSection | None = None
+    """Prompt and verdicts of kind=judge."""
     path: PathText | None = None
-    """The model's checkpoint folder."""
+    """Checkpoint folder of the model or judge."""
     hf_config: PathText | None = None
     """Model shape for --dry-run and planning when the checkpoint is elsewhere: a preset, or a config.json."""
     parallel: TrainSizesField | None = None
@@ -144,6 +148,15 @@ class RewardSection(ScorerSection):
     def models(self) -> dict[str, ScorerSection]:
         """Models, by the name of their term."""
         return {name: scorer for name, scorer in self.scorers.items() if scorer.kind == "model"}
+
+    @property
+    def judges(self) -> dict[str, JudgeSection]:
+        """Judges, by the name of their term."""
+        return {
+            name: scorer.judge
+            for name, scorer in self.scorers.items()
+            if scorer.kind == "judge" and scorer.judge is not None
+        }
 
     @property
     def episodes(self) -> tuple[str, ...]:

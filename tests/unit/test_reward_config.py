@@ -142,7 +142,7 @@ def test_retries(built: Path, overrides: list[str], retries: int) -> None:
         ),
         (
             ["reward.terms.one.zzz=1", "reward.terms.one.function=a:b"],
-            ["unknown key reward.terms.one.zzz; keys here are kind, function, service, path, "],
+            ["unknown key reward.terms.one.zzz; keys here are kind, function, service, judge, path, "],
         ),
         (
             ["weight=1"],
