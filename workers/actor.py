@@ -4,40 +4,23 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from hybridengine.algorithms.drift import check_drift, save_reproduction
-from hybridengine.algorithms.losses.aggregation import Aggregation, LossStats, SummedLoss
-from hybridengine.algorithms.losses.distillation import teacher_loss
-from hybridengine.algorithms.losses.policy import entropy_bonus, kl_loss
 from hybridengine.backends.engine import SamplingSettings
 from hybridengine.backends.levelling import Peers
 from hybridengine.backends.megatron.model import available_names
-from hybridengine.backends.megatron.weights import save_weights
-from hybridengine.backends.predictions import Predictions
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.config import RunConfig
-from hybridengine.config.algorithm import Algorithm
-from hybridengine.config.loss_sections import COVARIANCE_LOSSES
-from hybridengine.errors import ConfigError, ProtocolError
 from hybridengine.families.family import NameSet
-from hybridengine.importing import import_object
 from hybridengine.reshard.compiler import compile_plan
 from hybridengine.reshard.domains import domains
 from hybridengine.rollouts.drawn import Drawn
-from hybridengine.rows.micro_batches import (
-    RESPONSE_MASK,
-    ROUTES,
-    SEQUENCE_COLUMNS,
-    TEACHER_COLUMNS,
-    cut_rows,
-    drawn_tokens,
-)
+from hybridengine.rows.micro_batches import RESPONSE_MASK, ROUTES, SEQUENCE_COLUMNS, drawn_tokens
 from hybridengine.rows.protocols import (
     ONE_TO_ALL,
     PROTO_3D,
@@ -56,16 +39,13 @@ from hybridengine.weights.link import Link
 from hybridengine.weights.storage import WeightStorage
 from hybridengine.weights.transport import PointToPointTransport
 from workers.episodes import TOKEN_COLUMNS, EpisodeRollouts, respond_by_episodes
-from workers.model_worker import TrainedWorker
+from workers.policy import PolicyWorker
 from workers.prompts import EPISODE_ROWS
 from workers.responses import respond
 from workers.rollouts import ROLLOUT_COLUMNS, rollouts_of
 
-LOSS_COLUMNS = ("weights", "ref_log_probs", "covariant")
-"""Columns of the actor's losses that only some batches have."""
 
-
-class ActorWorker(TrainedWorker):
+class ActorWorker(PolicyWorker):
     """One rank of the actor, which starts from the checkpoint `folder`; `stop_token_ids` end a response.
 
     `tokenizer` is the folder of the engine's tokenizer, for stop strings.
@@ -84,7 +64,6 @@ class ActorWorker(TrainedWorker):
         generation = context.topology.generation
         assert generation is not None, "an actor's group has generation sizes"
         self._stop_token_ids = stop_token_ids
-        self._divisor = float(run.rollout.max_response_tokens)
         # Until HybridEngine has emptied the engine, which is built with weights of its own.
         self.trainer.leave_training()
         self._engine = VllmEngine(
@@ -117,34 +96,6 @@ class ActorWorker(TrainedWorker):
         self._push: WeightPush | None = None
         self._version = 0
         """Version of the weights, as engines on other ranks know it."""
-
-    @register(ONE_TO_ALL)
-    def start_training(self) -> None:
-        """Start the RL optimizer on the current weights."""
-        self.start_optimizer()
-        self.trainer.leave_training()
-
-    @register(ONE_TO_ALL)
-    def start_supervised(self, lr: float, steps: int) -> None:
-        """Start the optimizer of the supervised warm-up: the rate rises over a thirtieth of `steps`, then falls."""
-        course = {"lr": lr, "min_lr": 0.0, "schedule": "cosine", "warmup_steps": steps // 30}
-        self.trainer.start_optimizer(
-            self.section.optimizer.model_copy(update=course), steps, self.section.offload
-        )
-
-    @register(PROTO_3D, SEQUENCE_COLUMNS)
-    def update_supervised(self, batch: TensorDictBase) -> dict[str, float]:
-        """Take one optimizer step on demonstrations; the loss is the mean negative log-probability of response tokens."""
-
-        def loss(output: Predictions, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
-            log_probs, _ = self.log_probs_of(output, columns, temperature=1.0)
-            total, count = -(log_probs * columns["mask"]).sum(), columns["mask"].sum()
-            stats = LossStats({"warmup/loss": total.detach().clone()})
-            return total, count.int(), (stats, int(count))
-
-        micro = cut_rows(batch, self.max_tokens)
-        result = self.train_step([part.columns for part in micro], loss)
-        return self.reduce_stats(result.collected) if self.model.is_last_stage else {}
 
     @register(ONE_TO_ALL)
     def switch_to_generate(self) -> dict[str, str | int | float]:
@@ -189,22 +140,13 @@ class ActorWorker(TrainedWorker):
         returns_rows=True,
     )
     def compute_log_probs(self, rollout: TensorDictBase, squares: bool = False) -> TensorDict | None:
-        """Return `log_probs` and `entropies` [B, R] of the response tokens under the training model, of the distributions
-        that they were drawn from.
-
-        With `squares`, also `squared_probs` [B, R], the sum over the vocabulary of each token's squared probabilities.
+        """Return the columns of `PolicyWorker.compute_log_probs`.
 
         Raises DriftError if the engine's `rollout_log_probs` [B, R], if present, differ by more than
         `guards.log_prob_drift`; the rows are then saved in the run's folder. Rows with tokens of other weights than the
         present ones, by their `versions` [B, R], are not compared.
         """
-
-        def outputs(output: Predictions, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-            log_probs, entropies = self.log_probs_of(output, columns)
-            found = {"log_probs": log_probs, "entropies": entropies}
-            return found | ({"squared_probs": self.squared_probs_of(output, columns)} if squares else {})
-
-        result = self.forward_rows(rollout, outputs)
+        result = super().compute_log_probs(rollout, squares)
         bound = self.run.guards.log_prob_drift
         if result is not None and bound is not None and "rollout_log_probs" in rollout.keys():  # noqa: SIM118
             rows = torch.arange(len(rollout))
@@ -213,15 +155,6 @@ class ActorWorker(TrainedWorker):
                 rows = rows[((rollout["versions"] == self._version) | ~mask).all(1)]
             check_drift(rollout[rows], result["log_probs"][rows], bound, self._save_reproduction)
         return result
-
-    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=[SUPPORTS], returns_rows=True)
-    def compute_base_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
-        """Return `ref_log_probs` [B, R] of the response tokens, under the frozen weights without adapters."""
-        return self.forward_rows(
-            rollout,
-            lambda output, columns: {"ref_log_probs": self.log_probs_of(output, columns)[0]},
-            adapted=False,
-        )
 
     def _save_reproduction(self, rows: dict[str, Tensor], drift: float) -> Path:
         """Save tokens and both log-probs with the version and layouts of the weights; return the path."""
@@ -237,93 +170,6 @@ class ActorWorker(TrainedWorker):
             "weights": {name: digests([weights[name]])[0].tolist() for name in weights.names},
         }
         return save_reproduction(self.run.run_folder, self.context.rank, rows, told)
-
-    @register(
-        PROTO_3D,
-        [*SEQUENCE_COLUMNS, "log_probs", "advantages"],
-        optional=[
-            *("keep", "trained", "versions", *LOSS_COLUMNS),
-            *(RESPONSE_MASK, ROUTES, SUPPORTS, ROW_NUMBERS, *TEACHER_COLUMNS),
-        ],
-    )
-    def update(
-        self, batch: TensorDictBase, algorithm: Algorithm | None = None, version: int | None = None
-    ) -> dict[str, float]:
-        """Update the policy with the algorithm's loss, entropy bonus and KL loss; return metrics on the last stage.
-
-        Reads a rollout with `log_probs` and `advantages` [B, R], and optionally rows to `keep` [B], tokens that are
-        `trained` [B, R], `weights` [B, R] of the rollout correction, `ref_log_probs` and `covariant` [B, R]. With
-        `TEACHER_COLUMNS` [B, R, K], the divergence from the teacher is a loss as well.
-
-        Args:
-            version: version of the weights before the update, for rows with the `versions` [B, R] that drew them.
-
-        Raises:
-            ProtocolError: a KL loss without `ref_log_probs`, a loss without `covariant`, or fewer rows than mini-batches.
-            StalenessError: a token in the loss is older than `staleness.max_versions`, or newer than the weights.
-        """
-        section = self.run.actor
-        algorithm = algorithm or self.run.algorithm
-        produced = set(LOSS_COLUMNS) & set(batch.keys())
-        if algorithm.loss in COVARIANCE_LOSSES and "covariant" not in produced:
-            raise ProtocolError(
-                f"actor.update: columns ['covariant'] are needed with algorithm.loss={algorithm.loss}, and nobody has"
-                " produced them; compute the advantages by with_advantages, or choose another loss"
-            )
-        if section.kl_loss_coef and "ref_log_probs" not in produced:
-            raise ProtocolError(
-                f"actor.update: columns ['ref_log_probs'] are needed with actor.kl_loss_coef={section.kl_loss_coef}, and"
-                " nobody has produced them; let the reference compute them, or set 0"
-            )
-        policy_loss = import_object(algorithm.loss)
-        aggregation = Aggregation(section.loss_aggregation, self._divisor)
-        columns_of = ["log_probs", "advantages", *produced]
-
-        def loss(output: Predictions, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
-            log_probs, entropies = self.log_probs_of(output, columns)
-            mask = columns["mask"]
-            total = _checked(policy_loss(log_probs, columns, algorithm, section, aggregation), algorithm.loss)
-            total = total + entropy_bonus(entropies, mask, section.entropy_coef, aggregation)
-            if section.kl_loss_coef:
-                settings = section.kl_loss_coef, section.kl_loss_estimator, aggregation
-                total = total + kl_loss(log_probs, columns["ref_log_probs"], mask, *settings)
-            if {*TEACHER_COLUMNS} <= columns.keys():
-                ids, teacher = (columns[name] for name in TEACHER_COLUMNS)
-                own = output.log_probs_of(ids, self.run.rollout.temperature)
-                total = total + teacher_loss(own, teacher, mask, aggregation)
-            return total.loss_sum, aggregation.count(mask).int(), (total.stats, int(mask.sum()))
-
-        return self.update_rows(
-            batch, columns_of, loss, version=version, count=lambda columns: aggregation.count(columns["mask"])
-        )
-
-    @register(
-        PROTO_3D,
-        [*SEQUENCE_COLUMNS, "ref_log_probs", "scores", "dropped"],
-        optional=[RESPONSE_MASK, ROUTES, SUPPORTS, ROW_NUMBERS],
-    )
-    def update_preferences(
-        self, batch: TensorDictBase, algorithm: Algorithm | None = None
-    ) -> dict[str, float]:
-        """Update the policy with the preference loss; rows are pairs, better response first, and ties are ignored."""
-        self.check_units(len(batch), unit=2)
-        algorithm = algorithm or self.run.algorithm
-        preference_loss = import_object(algorithm.loss)
-        aggregation = Aggregation(self.run.actor.loss_aggregation, self._divisor)
-        better, worse = batch["scores"][0::2], batch["scores"][1::2]
-        told = (better > worse) & ~batch["dropped"][0::2] & ~batch["dropped"][1::2]
-        batch["told"] = told.repeat_interleave(2)[:, None].expand_as(batch["ref_log_probs"]).clone()
-
-        def count(columns: dict[str, Tensor]) -> Tensor:
-            return columns["told"][0::2, 0].sum()
-
-        def loss(output: Predictions, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
-            log_probs, _ = self.log_probs_of(output, columns)
-            found = preference_loss(log_probs, columns, algorithm, self.run.actor, aggregation)
-            total = _checked(found, algorithm.loss)
-            return total.loss_sum, count(columns).int(), (total.stats, int(columns["mask"].sum()))
-
-        return self.update_rows(batch, ["ref_log_probs", "told"], loss, unit=2, count=count)
 
     @register(ONE_TO_ALL)
     def link_facts(self) -> tuple[str, int, NameSet]:
@@ -372,24 +218,3 @@ class ActorWorker(TrainedWorker):
     def close(self) -> None:
         """End the processes of functions."""
         self._rollouts.close()
-
-    @register(ONE_TO_ALL)
-    def export_model(self, folder: str, companions: str) -> None:
-        """Write the policy as a Hugging Face checkpoint, with the config and tokenizer files of `companions`; if it has
-        adapters, write these alone as a PEFT folder."""
-        save_weights(self.trainer, self.registry, folder, companions, base=self.folder)
-
-
-def _checked(loss: Any, path: str) -> SummedLoss:
-    """Return the result of a loss function; raise ConfigError if it is not a `SummedLoss`, or has no gradient."""
-    if not isinstance(loss, SummedLoss):
-        raise ConfigError(
-            f"algorithm.loss={path} returned a {type(loss).__name__}; return a hybridengine.SummedLoss, as"
-            " hybridengine.algorithms.losses.policy:clipped_loss does"
-        )
-    if not loss.loss_sum.requires_grad:
-        raise ConfigError(
-            f"algorithm.loss={path} returned a loss without a gradient; compute it from log_probs, not from"
-            " log_probs.detach()"
-        )
-    return loss

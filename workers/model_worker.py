@@ -82,7 +82,7 @@ class ModelWorker:
         results = forward([part.columns for part in micro], output)
         if not self.model.is_last_stage:
             return None
-        width = self.run.rollout.max_response_tokens
+        width = self.run.max_response_tokens
         columns: dict[str, Any] = {}
         for name in results[0]:
             parts = [(part, result[name]) for part, result in zip(micro, results, strict=True)]
@@ -93,12 +93,12 @@ class ModelWorker:
         self, predictions: Predictions, columns: MicroBatch, temperature: float | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies of response tokens, [b, r] each, by default at the rollout's temperature."""
-        temperature = self.run.rollout.temperature if temperature is None else temperature
+        temperature = self.run.temperature if temperature is None else temperature
         return response_log_probs(predictions, columns, temperature)
 
     def squared_probs_of(self, predictions: Predictions, columns: MicroBatch) -> Tensor:
         """Return the sum of squared probabilities of each response token's distribution, [b, r], at its temperature."""
-        return predictions.squared_probs(self.run.rollout.temperature, Supports.of_columns(columns))
+        return predictions.squared_probs(self.run.temperature, Supports.of_columns(columns))
 
 
 class TrainedWorker(ModelWorker):
@@ -116,8 +116,8 @@ class TrainedWorker(ModelWorker):
         self._save: BackgroundSave | None = None
 
     def start_optimizer(self) -> None:
-        """Start the RL optimizer with fresh state."""
-        section = self.section
+        """Start the run's optimizer with fresh state; its updates are counted from now on."""
+        section, self._updates = self.section, 0
         iterations = self.run.run.steps + 1 - self.run.algorithm.first_update(self.context.role)
         steps = iterations * section.ppo_epochs * section.mini_batches
         self.trainer.start_optimizer(section.optimizer, steps, section.offload)
@@ -174,6 +174,7 @@ class TrainedWorker(ModelWorker):
         unit: int = 1,
         version: int | None = None,
         count: Callable[[MicroBatch], Tensor] = lambda columns: columns["mask"].sum(),
+        once: bool = False,
     ) -> dict[str, float]:
         """Train for several epochs over this replica's rows; return metrics over all replicas, equal on the last stage.
 
@@ -181,19 +182,21 @@ class TrainedWorker(ModelWorker):
         mask. `unit` is the number of consecutive rows that stay together (see `check_units`). `version` is that of the
         weights that are trained, in an asynchronous dataflow; raises StalenessError for rows that it may not train.
         Between updates, gradients and (if configured) optimizer state release their memory.
-        `count` returns a micro-batch's part of the divisor, as `loss` does: routers need it on all stages.
+        `count` returns a micro-batch's part of the divisor, as `loss` does: routers need it on all stages. If it is all
+        done `once`, the rows are one mini-batch of one epoch, as those of a warm-up.
         """
-        self.check_units(len(batch), unit)
+        epochs, mini_batches = (1, 1) if once else (self.section.ppo_epochs, self.section.mini_batches)
+        self.check_units(len(batch), unit, mini_batches)
         check_ages(batch, version, self.run.staleness.max_versions)
         self._updates += 1
         self.trainer.drop_routing()  # of passes for other purposes
         collected, steps = list[tuple[LossStats, int]](), list[StepResult]()
         numbers = batch[ROW_NUMBERS] if ROW_NUMBERS in batch.keys() else torch.arange(len(batch))  # noqa: SIM118
         try:
-            for epoch in range(self.section.ppo_epochs):
+            for epoch in range(epochs):
                 seed = (self.run.run.seed * 1_000_003 + self._updates) * 1_009 + epoch
                 # Each mini-batch is a collective: all replicas have as many, even if their numbers of rows differ.
-                for rows in draw_mini_batches(numbers, self.section.mini_batches, unit, seed):
+                for rows in draw_mini_batches(numbers, mini_batches, unit, seed):
                     micro = cut_rows(batch[rows], self.max_tokens, columns, unit)
                     batches = [part.columns | {"weight": count(part.columns)} for part in micro]
                     steps.append(self.train_step(batches, loss))
@@ -223,9 +226,9 @@ class TrainedWorker(ModelWorker):
             )
         return result
 
-    def check_units(self, num_rows: int, unit: int) -> None:
+    def check_units(self, num_rows: int, unit: int, mini_batches: int | None = None) -> None:
         """Raise ProtocolError unless a replica's rows are complete units, and enough of them for its mini-batches."""
-        role, mini_batches = self.context.role, self.section.mini_batches
+        role, mini_batches = self.context.role, mini_batches or self.section.mini_batches
         if num_rows % unit:
             raise ProtocolError(
                 f"{num_rows} rows of one replica of {role} must be a multiple of {unit}, which stay together; pass a"

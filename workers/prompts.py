@@ -10,6 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.config import RunConfig
 from hybridengine.data.datasets import PromptDataset, numbered_rows, prompts_digest, rows_after
+from hybridengine.data.responses import ResponseDataset
 from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.rows.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
 
@@ -25,17 +26,28 @@ class PromptReader:
 
     @cached_property
     def training(self) -> PromptDataset:
-        return self._dataset(self._run.train_file)
+        return self._prompts(self._run.train_file)
 
     @cached_property
-    def held_out(self) -> PromptDataset:
-        return self._dataset(self._run.eval_file)
+    def training_rows(self) -> PromptDataset | ResponseDataset:
+        """Rows of the kind that the algorithm reads, as are `held_out_rows`."""
+        return self._rows(self._run.train_file) if not self._run.algorithm.generates else self.training
+
+    @cached_property
+    def held_out_rows(self) -> PromptDataset | ResponseDataset:
+        file = self._run.eval_file
+        return self._rows(file) if not self._run.algorithm.generates else self._prompts(file)
 
     def prompts(self, numbers: Sequence[int]) -> TensorDict:
         """Return the prompts with these numbers in the endless stream of shuffled epochs."""
         return self.training.rows(numbered_rows(len(self.training), self._run.run.seed, numbers))
 
-    def _dataset(self, file: object) -> PromptDataset:
+    def _rows(self, file: object) -> ResponseDataset:
+        data, kind = self._run.data, self._run.algorithm.rows_kind
+        tokenizer = load_tokenizer(self._run.tokenizer_folder, pad_with_eos=True)
+        return ResponseDataset(str(file), tokenizer, kind, data.max_tokens, data.too_long)
+
+    def _prompts(self, file: object) -> PromptDataset:
         tokenizer = load_tokenizer(self._run.tokenizer_folder, pad_with_eos=True)
         return PromptDataset(
             str(file),
@@ -59,14 +71,15 @@ class PromptWorker:
 
     @register(PROTO_3D, [ROW_NUMBERS], returns_rows=True)
     def training_prompts(self, rows: TensorDictBase, step: int, num_more: int = 0) -> TensorDict:
-        """Return the prompts of a step (from 1): `prompt_tokens` [B, P], `prompt_lengths`, `row_ids` [B], `answers`.
+        """Return the rows of a step (from 1): `prompt_tokens` [B, P], `prompt_lengths`, `row_ids` [B], `answers`; for an
+        offline algorithm the columns of a `ResponseDataset`.
 
         Before the step, `num_more` prompts were drawn beyond one batch for each step.
         """
-        batch_size = self._run.data.batch_size
+        batch_size, data = self._run.data.batch_size, self._reader.training_rows
         num_drawn = self._begin_drawn + (step - 1 - self._begin_step) * batch_size + num_more
-        row_ids = rows_after(len(self._reader.training), batch_size, self._run.run.seed, num_drawn)
-        return self._reader.training.rows([row_ids[number] for number in rows[ROW_NUMBERS].tolist()])
+        row_ids = rows_after(len(data), batch_size, self._run.run.seed, num_drawn)
+        return data.rows(_sequences(rows, row_ids, data.unit))
 
     @register(PROTO_3D, returns_rows=True)
     def sequences(self, rows: TensorDictBase) -> TensorDict:
@@ -92,6 +105,12 @@ class PromptWorker:
 
     @register(PROTO_3D, [ROW_NUMBERS], returns_rows=True)
     def held_out_prompts(self, rows: TensorDictBase) -> TensorDict:
-        """Return the held-out prompts in file order, repeated from the first if there are more rows than prompts."""
-        numbers = rows[ROW_NUMBERS] % len(self._reader.held_out)
-        return self._reader.held_out.rows(numbers.tolist())
+        """Return the held-out rows in file order, repeated from the first if more are asked for than there are."""
+        data = self._reader.held_out_rows
+        count = int(rows[ROW_NUMBERS].max()) // data.unit + 1
+        return data.rows(_sequences(rows, [number % len(data) for number in range(count)], data.unit))
+
+
+def _sequences(rows: TensorDictBase, row_ids: Sequence[int], unit: int) -> list[int]:
+    """Return the numbers of a rank's sequences, of which each row in `row_ids` has `unit`."""
+    return [row_ids[number // unit] * unit + number % unit for number in rows[ROW_NUMBERS].tolist()]

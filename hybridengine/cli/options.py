@@ -10,12 +10,22 @@ from typing import Any, NoReturn
 
 from pydantic import TypeAdapter, ValidationError
 
+from hybridengine.config import RunConfig
 from hybridengine.config.values import Bytes
 from hybridengine.errors import ConfigError, HybridEngineError
 
 STDOUT = Path("-")
 """Value of `--json` without a file: print only the figures, to stdout."""
 DTYPES = ("float32", "bfloat16")
+
+
+def check_generates(config: RunConfig, command: str) -> None:
+    """Raise ConfigError if the algorithm draws no responses, which `command` counts with."""
+    if not config.algorithm.generates:
+        raise ConfigError(
+            f"algorithm.name={config.algorithm.name} draws no responses, and hybridengine {command} counts with those"
+            " that do; hybridengine train CONFIG --dry-run prints its groups and memory"
+        )
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hybridengine.cli.options import add_json_option, between
+from hybridengine.cli.options import add_json_option, between, check_generates
 from hybridengine.cli.outputs import check_outputs, emit, show_status
 from hybridengine.config import RunConfig, load_config
 from hybridengine.config.sections import MAIN_POOL
@@ -47,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
     from hybridengine.rehearsal.report import rehearsal_json, rehearsal_lines
 
     config = load_config(options.config, options.overrides, dry_run=True)
+    check_generates(config, "rehearse")
     check_outputs({"--json": options.json}, {"CONFIG": options.config})
     check_functions(config.algorithm)
     ranks, num_ranks = _ranks(config, options), config.pools[MAIN_POOL].num_ranks

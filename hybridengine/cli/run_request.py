@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridengine.cli.options import check_generates
 from hybridengine.config import RunConfig, load_config
 from hybridengine.errors import ConfigError
 from hybridengine.planning.costs.clusters import Cluster, load_planned_cluster
@@ -91,6 +92,7 @@ def request_of(options: argparse.Namespace) -> RunRequest:
             "CONFIG is missing; name the YAML file of a run, e.g. configs/llama3-70b-16nodes.yaml"
         )
     config = load_config(options.config, options.overrides, dry_run=True, placed=False)
+    check_generates(config, "plan or simulate")
     if "generation" in config.algorithm.roles:  # its pools are part of what is planned
         config = load_config(options.config, options.overrides, dry_run=True)
     if config.rollout.quantization != "none":

@@ -1,4 +1,4 @@
-"""Base class of RL algorithms; `algorithm.name` selects the class, and the section's other keys are its fields."""
+"""Base class of algorithms; `algorithm.name` selects the class, and the section's other keys are its fields."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from hybridengine.config.values import (
 from hybridengine.errors import ConfigError
 from hybridengine.importing import import_object
 
+RowsKind = Literal["prompts", "demonstrations", "preferences"]
+"""Rows of a data file: prompts alone, with a response to imitate, or with a chosen and a rejected response."""
 Role = Literal["actor", "generation", "critic", "cost_critic", "reference", "teacher", "reward", "cost"]
 """A role of a dataflow, by name: a model, or engines with the actor's weights on ranks of their own (`generation`)."""
 
@@ -37,6 +39,8 @@ ALGORITHMS = {
     "safe_rlhf": "hybridengine.drivers.safe_rlhf:SafeRlhf",
     "online_dpo": "hybridengine.drivers.online_dpo:OnlineDpo",
     "distill": "hybridengine.drivers.distill:Distill",
+    "sft": "hybridengine.drivers.sft:Sft",
+    "dpo": "hybridengine.drivers.dpo:Dpo",
     "async_grpo": "hybridengine.drivers.async_grpo:AsyncGrpo",
     "async_ppo": "hybridengine.drivers.async_ppo:AsyncPpo",
 }
@@ -120,6 +124,12 @@ class Algorithm(Section):
 
     roles: ClassVar[tuple[Role, ...]] = ()
     """Models of the dataflow."""
+    generates: ClassVar[bool] = True
+    """False for an offline algorithm, which trains on responses of the data: the actor has no engine."""
+    rows_kind: ClassVar[RowsKind] = "prompts"
+    """Kind of the rows of `data.train_file` and `data.eval_file`."""
+    best_metric: ClassVar[str] = "eval/score_mean"
+    """Metric of the best checkpoint, unless `checkpoint.best` names another."""
     min_samples: ClassVar[int] = 1
     """Minimum number of responses per prompt: 2 where responses to the same prompt are compared."""
     rows_per_unit: ClassVar[int] = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +9,13 @@ from pathlib import Path
 from hybridengine.config.algorithm import Conflict, Role
 from hybridengine.config.episode_checks import episode_conflicts
 from hybridengine.config.generation_checks import generation_conflicts
+from hybridengine.config.judge_checks import judge_conflicts
 from hybridengine.config.loss_checks import loss_conflicts
 from hybridengine.config.model_checks import model_conflicts, paths_hint
-from hybridengine.config.reward_sections import RewardSection, ScorerSection, scorer_key
+from hybridengine.config.reward_checks import reward_conflicts
 from hybridengine.config.rollout_checks import rollout_conflicts
-from hybridengine.config.run_config import TRAINED, RunConfig, model_holders, ranks_key, reward_sections
+from hybridengine.config.row_checks import row_conflicts
+from hybridengine.config.run_config import TRAINED, RunConfig, model_holders, ranks_key
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.models.presets import find_preset
 from hybridengine.topology.sizes import TrainSizes
@@ -49,7 +50,7 @@ def find_conflicts(
     found = [
         *_sources(config),
         *_algorithm(config),
-        *_scorers(config),
+        *reward_conflicts(config),
         *_pools(config),
         *generation_conflicts(config),
         *episode_conflicts(config),
@@ -57,10 +58,10 @@ def find_conflicts(
     ]
     for holder in model_holders(config):
         found += _sizes(config, holder.role, holder.sizes, holder.sizes_key)
-    found += [*_rows(config), *_schedules(config)]
+    found += [*row_conflicts(config), *_schedules(config)]
     if not dry_run:
         found += _files(config)
-    found += model_conflicts(config, dry_run)
+    found += [*model_conflicts(config, dry_run), *judge_conflicts(config, dry_run)]
     if serves:
         found = [one for one in found if all(key.startswith(SERVED) for key in one.keys)]
         found += _served_pools(config)
@@ -119,7 +120,7 @@ def _exactly_one(section: str, values: dict[str, object]) -> Iterator[Conflict]:
 
 def _algorithm(config: RunConfig) -> Iterator[Conflict]:
     """Yield keys that require one another, and unused keys."""
-    algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
+    algorithm, samples = config.algorithm, config.sequences_per_row
     named = f"algorithm.name={algorithm.name}"
     if samples < algorithm.min_samples:
         yield Conflict(
@@ -144,7 +145,7 @@ def _algorithm(config: RunConfig) -> Iterator[Conflict]:
             )
     yield from loss_conflicts(config)
     roles = ", ".join(algorithm.roles)
-    if "reward" not in algorithm.roles and config.eval_file is not None:
+    if algorithm.generates and "reward" not in algorithm.roles and config.eval_file is not None:
         generated = "data.task" if config.data.task else "data.environment"
         held_out = "data.eval_file" if config.data.eval_file else generated
         yield Conflict(
@@ -159,73 +160,6 @@ def _algorithm(config: RunConfig) -> Iterator[Conflict]:
             ("algorithm.name", "actor.kl_loss_coef"),
         )
     yield from algorithm.conflicts(config)
-
-
-def _scorers(config: RunConfig) -> Iterator[Conflict]:
-    """Yield keys that require one another, and unused keys."""
-    for name, section in reward_sections(config).items():
-        for term, scorer in section.scorers.items():
-            yield from _scorer(scorer_key(name, term), scorer, is_reward=not term and name == "reward")
-        yield from _terms(config, name, section)
-        yield from _failures(config, name, section)
-
-
-def _scorer(key: str, scorer: ScorerSection, *, is_reward: bool) -> Iterator[Conflict]:
-    """Yield missing keys of a scorer; a single reward defaults to the demo's function, which costs and terms do not."""
-    if scorer.kind == "model" and scorer.path is None:
-        yield Conflict(
-            f"{key}.kind=model needs a checkpoint; give {key}.path, or {key}.kind=function",
-            (f"{key}.kind", f"{key}.path"),
-        )
-    given = is_reward or "function" in scorer.model_fields_set
-    if scorer.kind == "function" and not (given and scorer.function):
-        yield Conflict(
-            f"{key} names no function; give {key}.function as package.module:function, or {key}.kind=model with"
-            f" {key}.path",
-            (f"{key}.kind", f"{key}.function"),
-        )
-
-
-def _terms(config: RunConfig, name: str, section: RewardSection) -> Iterator[Conflict]:
-    if not section.terms:
-        return
-    given = section.model_fields_set
-    unread = [key for key in ScorerSection.model_fields if key in given and getattr(section, key) is not None]
-    if unread:
-        keys = ", ".join(f"{name}.{key}" for key in unread)
-        yield Conflict(
-            f"{name}.terms gives several scorers, so that nothing reads {keys}; write such keys beneath a term and null"
-            f" here, or leave {name}.terms out",
-            (f"{name}.terms", *(f"{name}.{key}" for key in unread)),
-        )
-    for term in section.models:
-        if f"{name}_{term}" in config.algorithm.roles:
-            yield Conflict(
-                f"{name}.terms.{term} would be called {name}_{term}, as a role of {config.algorithm.name} is; choose"
-                " another name",
-                (f"{name}.terms", "algorithm.name"),
-            )
-
-
-def _failures(config: RunConfig, name: Role, section: RewardSection) -> Iterator[Conflict]:
-    """Yield conflicts between the time limit of reward functions and that of the group's calls."""
-    calls, parts = 1 + section.num_retries, 1
-    if section.on_failure == "drop" and (pool := config.pools.get(config.pool_of(name))):
-        rows = math.ceil(config.rows_per_step / pool.num_ranks)
-        rounds = math.ceil(math.ceil(rows / section.rows_per_call) / section.num_processes)
-        parts = rounds * len(section.functions)
-    longest_s = calls * parts * section.timeout_s
-    if section.functions and longest_s >= config.timeouts.call_s:
-        after = f", {parts} after one another on a rank," if parts > 1 else ""
-        yield Conflict(
-            f"{name}.timeout_s={section.timeout_s:g} and {calls} {'calls' if calls > 1 else 'call'} for the same rows"
-            f"{after} make {longest_s:g} s, which must be less than timeouts.call_s={config.timeouts.call_s:g}; lower the"
-            f" one or raise the other{f', or raise {name}.rows_per_call' if parts > 1 else ''}",
-            (
-                *(f"{name}.{key}" for key in ("timeout_s", "rows_per_call", "on_failure", "retries")),
-                "timeouts.call_s",
-            ),
-        )
 
 
 def _pools(config: RunConfig) -> Iterator[Conflict]:
@@ -279,78 +213,6 @@ def _sizes(config: RunConfig, role: Role, sizes: TrainSizes, key: str) -> Iterat
         f" {'cluster' if name == MAIN_POOL else 'pool'} {sizes.num_ranks} ranks",
         (key, pool_key, *(("cluster.pools",) if inherited else ())),
     )
-
-
-def _rows(config: RunConfig) -> Iterator[Conflict]:
-    """Yield conflicts between the rows of an iteration and replicas, and between one row and a micro-batch.
-
-    Optimizer steps need the same number of rows on every replica; models that only run forward do not.
-    """
-    rows, row_keys = config.rows_per_step, ("data.batch_size", "rollout.samples_per_prompt")
-    rows_text = (
-        f"data.batch_size={config.data.batch_size} · rollout.samples_per_prompt="
-        f"{config.rollout.samples_per_prompt} = {rows} rows"
-    )
-    yield from _rows_for_every_rank(config)
-    for holder in model_holders(config):
-        role, section, sizes, key = holder.key, holder.section, holder.sizes, holder.sizes_key
-        replicas, mini_batches = sizes.dp_size, getattr(section, "mini_batches", None)
-        if mini_batches is None:
-            if rows < replicas:
-                yield Conflict(
-                    f"{rows_text} leave nothing for some of the d = {replicas} replicas of {key}={sizes}; choose at"
-                    f" least {replicas}, or fewer replicas",
-                    (*row_keys, key),
-                )
-        elif rows % (parts := replicas * mini_batches):
-            among = f"{mini_batches} mini-batches of {role} and " if mini_batches > 1 else ""
-            yield Conflict(
-                f"{rows_text} must split evenly over {among}the d = {replicas} replicas of {key}={sizes}; choose a"
-                f" multiple of {parts}",
-                (*row_keys, key, f"{role}.mini_batches"),
-            )
-        num_kept = config.algorithm.rows_per_unit if role == "actor" else 1
-        needed = config.max_tokens * num_kept
-        if section.micro_batch_tokens < needed:
-            what = "one row" if num_kept == 1 else f"{num_kept} rows, which stay together,"
-            yield Conflict(
-                f"{role}.micro_batch_tokens={section.micro_batch_tokens} must hold {what} of {config.max_tokens}"
-                f" tokens (prompt and response); raise it to at least {needed}",
-                (f"{role}.micro_batch_tokens", "rollout.max_prompt_tokens", "rollout.max_response_tokens"),
-            )
-    if config.warmup is not None and config.warmup.batch_size % config.actor.parallel.dp_size:
-        replicas = config.actor.parallel.dp_size
-        yield Conflict(
-            f"warmup.batch_size={config.warmup.batch_size} must split evenly over the d = {replicas} replicas of"
-            f" actor.parallel={config.actor.parallel}; choose a multiple of {replicas}",
-            ("warmup", "actor.parallel"),
-        )
-
-
-def _rows_for_every_rank(config: RunConfig) -> Iterator[Conflict]:
-    """Yield groups whose ranks work on rows individually and have fewer rows than ranks: every rank needs a row."""
-    row_keys = ("data.batch_size", "rollout.samples_per_prompt")
-    for role, num_rows in rows_for_every_rank(config).items():
-        name = config.pool_of(role)
-        pool, key = config.pools[name], ranks_key(name)
-        if num_rows < pool.num_ranks:
-            what = "computes on" if role == "actor" else f"calls the functions of {role} for"
-            yield Conflict(
-                f"each of the {pool.num_ranks} ranks of {key}={list(pool.ranks_per_node)} {what} rows of its own, and"
-                f" data.batch_size={config.data.batch_size} · rollout.samples_per_prompt="
-                f"{config.rollout.samples_per_prompt} leave {num_rows} for all of them; raise data.batch_size,"
-                " or take fewer ranks",
-                (*row_keys, key),
-            )
-
-
-def rows_for_every_rank(config: RunConfig) -> dict[Role, int]:
-    """Return, by role, the number of rows of a call that is split over all ranks of the role's pool."""
-    needs: dict[Role, int] = {"actor": config.rows_per_step}
-    for role, section in reward_sections(config).items():
-        if section.functions:
-            needs[role] = config.algorithm.scored_rows(config.data.batch_size, config.rows_per_step)
-    return needs
 
 
 def _schedules(config: RunConfig) -> Iterator[Conflict]:

@@ -36,6 +36,10 @@ def model_conflicts(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
             yield from _sharding(holder, shape)
             yield from _positions(config, holder, shape)
             yield from _router_losses(holder, shape)
+    if actor is not None:
+        yield from _lora(config, actor, dry_run)
+    if not config.algorithm.generates:
+        return
     gen, train = config.actor.generate, config.actor.parallel
     for problem in gen.problems_over(train):
         yield Conflict(f"actor.generate={gen}: {problem}", ("actor.generate", "actor.parallel"))
@@ -47,7 +51,6 @@ def model_conflicts(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
         yield from _cpu_engines(config, actor)
         yield from engine_conflicts(config, actor)
         yield from _routing_replay(config, actor)
-        yield from _lora(config, actor, dry_run)
 
 
 def _lora(config: RunConfig, shape: ModelShape, dry_run: bool) -> Iterator[Conflict]:

@@ -80,7 +80,7 @@ class RunConfig(Section):
     staleness: StalenessSection = StalenessSection()
     data: DataSection = DataSection()
     algorithm: ChosenAlgorithm = Field(default_factory=dict, validate_default=True)  # pyright: ignore
-    """The RL algorithm: its name, and the options of that algorithm."""
+    """The algorithm: its name, and the options of that algorithm."""
     warmup: WarmupSection | None = None
     """Supervised steps before RL; none by default."""
     timeouts: TimeoutSection = TimeoutSection()
@@ -117,6 +117,14 @@ class RunConfig(Section):
             return self
         corrected = algorithm.model_copy(update={"correction": CorrectionSection()})
         return self.model_copy(update={"algorithm": corrected})
+
+    @model_validator(mode="after")
+    def _rated(self) -> RunConfig:
+        """Rate checkpoints by the algorithm's metric, unless the run names another."""
+        best = self.algorithm.best_metric
+        if "best" in self.checkpoint.model_fields_set or self.checkpoint.best == best:
+            return self
+        return self.model_copy(update={"checkpoint": self.checkpoint.model_copy(update={"best": best})})
 
     def described(self) -> dict[str, Any]:
         """Return the configuration as plain values without secrets, for writing and sending."""
@@ -200,13 +208,31 @@ class RunConfig(Section):
 
     @property
     def max_tokens(self) -> int:
-        """T = P + R: the width of a prompt and its response."""
+        """T = P + R: the width of a prompt and its response; of rows of the data, their largest number of tokens."""
+        if not self.algorithm.generates:
+            return self.data.max_tokens
         return self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def max_response_tokens(self) -> int:
+        """R: the width of columns with a value per response token."""
+        return self.rollout.max_response_tokens if self.algorithm.generates else self.data.max_tokens
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of the distributions that responses come from; 1 for responses of the data."""
+        return self.rollout.temperature if self.algorithm.generates else 1.0
+
+    @property
+    def sequences_per_row(self) -> int:
+        """Number of sequences for each row of the data that an iteration reads."""
+        algorithm = self.algorithm
+        return self.rollout.samples_per_prompt if algorithm.generates else algorithm.rows_per_unit
 
     @property
     def rows_per_step(self) -> int:
         """Number of sequences per iteration: prompts times responses per prompt."""
-        return self.data.batch_size * self.rollout.samples_per_prompt
+        return self.data.batch_size * self.sequences_per_row
 
     @property
     def calls_file(self) -> Path:
@@ -237,7 +263,7 @@ class RunConfig(Section):
     def engine_sizes(self) -> dict[str, GenSizes]:
         """Key -> sizes of the engines that generate: those on ranks of their own, those of the actor's ranks, or both."""
         found = {"generation.parallel": self.generation.parallel} if self.engines else {}
-        if self.generation.actor or not self.engines:
+        if self.algorithm.generates and (self.generation.actor or not self.engines):
             found["actor.generate"] = self.actor.generate
         return found
 
@@ -276,7 +302,7 @@ class RunConfig(Section):
         """Demonstrations for the warm-up; None without a warm-up."""
         if self.warmup is None:
             return None
-        return Path(self.warmup.file) if self.warmup.file else self.data_folder / "demonstrations.jsonl"
+        return Path(self.warmup.file) if self.warmup.file else self.data_folder / "train.jsonl"
 
 
 class ModelHolder(NamedTuple):

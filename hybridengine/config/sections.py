@@ -47,7 +47,7 @@ class RunSection(Section):
     seed: Seed = 0
     """Random seed of weights, data and sampling."""
     steps: Count = 100
-    """Number of RL iterations."""
+    """Number of iterations."""
     eval_every: CountOrZero = 10
     """Iterations between two evaluations; 0 evaluates only before the first and after the last."""
     live: bool = True
@@ -257,25 +257,30 @@ class TaskSection(Section):
 
 
 class DataSection(Section):
-    """Prompts: JSONL or parquet files, or a task or an environment that generates them."""
+    """Prompts, demonstrations or preferences: JSONL or parquet files, or a task or an environment that generates them."""
 
     train_file: PathText | None = None
-    """Training prompts; exclusive with `task` and `environment`."""
+    """Training rows; exclusive with `task` and `environment`."""
     eval_file: PathText | None = None
-    """Held-out prompts."""
+    """Held-out rows."""
     task: TaskSection | None = None
     """Task that generates both files; exclusive with `train_file`."""
     environment: EnvironmentSection | None = None
     """Environment that writes both files and plays the episodes of their rows; exclusive with `train_file`."""
     batch_size: Count = 32
-    """Prompts per iteration."""
+    """Rows of the files per iteration."""
+    max_tokens: Count = 2048
+    """Largest number of tokens of a sequence of sft and dpo, prompt and response."""
+    too_long: Literal["error", "truncate", "drop"] = "error"
+    """Treatment of longer sequences of sft and dpo: an error before anything starts, without the tokens at their end, or
+    without their row; rows that would have nothing left to train are dropped as well."""
 
 
 class WarmupSection(Section):
     """Supervised steps on demonstrations before RL, run by the actor's worker."""
 
     file: PathText | None = None
-    """Demonstrations: rows with a response; the task's own by default."""
+    """Demonstrations: rows as those of sft; the task's own by default."""
     steps: Count = 100
     """Optimizer steps."""
     batch_size: Count = 64
@@ -347,7 +352,8 @@ class CheckpointSection(Section):
     keep: Count = 2
     """Number of newest checkpoints to keep."""
     best: PathText | None = "eval/score_mean"
-    """Metric whose best (highest) checkpoint is kept as well; none if empty."""
+    """Metric whose best checkpoint is kept as well: the lowest loss or perplexity, the highest value of any other; none
+    if empty. The default is eval/loss for sft and dpo."""
 
 
 class FaultSection(Section):

@@ -53,6 +53,9 @@ class PromptDataset:
     and `row_ids` [B] int64 (the row's number in the file from 0); P = max_prompt_tokens.
     """
 
+    unit = 1
+    """Number of sequences of a row."""
+
     def __init__(
         self,
         path: str | Path,
@@ -67,8 +70,8 @@ class PromptDataset:
         """
         rows = read_rows(path)
         self.max_prompt_tokens = max_prompt_tokens
-        texts = _prompt_texts(rows, tokenizer)
-        self.tokens = _tokenized(rows, texts, tokenizer, "prompt", max_prompt_tokens)
+        texts = prompt_texts(rows, tokenizer)
+        self.tokens = _checked(rows, texts, tokenizer, max_prompt_tokens)
         self.answers = [row.answer for row in rows]
         self._json_column = json_column
         self._rows = rows if json_column else []
@@ -84,7 +87,7 @@ class PromptDataset:
         return TensorDict(
             {
                 **more,
-                "prompt_tokens": _right_padded(chosen, self.max_prompt_tokens, self.pad_id),
+                "prompt_tokens": right_padded(chosen, self.max_prompt_tokens, self.pad_id),
                 "prompt_lengths": torch.tensor([len(tokens) for tokens in chosen]),
                 "answers": NonTensorStack(*(self.answers[row] for row in row_ids)),
                 "row_ids": torch.tensor(list(row_ids)),
@@ -103,56 +106,7 @@ def prompts_digest(prompts: PromptDataset, seed: int, numbers: Sequence[int]) ->
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
-class DemonstrationDataset:
-    """Demonstrations for the warm-up: tokenised prompts, each followed by its response and the end-of-sequence token.
-
-    Shapes: a batch holds `tokens` [B, P + R] int64 right-padded, `prompt_lengths`, `response_lengths` (with the
-    end-of-sequence token) and `row_ids`, all [B] int64; P = max_prompt_tokens, R = max_response_tokens. These are the
-    columns of a finished rollout, so that log-probs and their mask are computed the same way.
-    """
-
-    def __init__(
-        self,
-        path: str | Path,
-        tokenizer: PreTrainedTokenizerBase,
-        max_prompt_tokens: int,
-        max_response_tokens: int,
-        seed: int = 0,
-    ) -> None:
-        """Read and tokenise a JSONL or parquet file; raise DataError for malformed rows, or rows over a limit."""
-        rows = read_rows(path, needs_response=True)
-        self.width = max_prompt_tokens + max_response_tokens
-        self.seed = seed
-        texts, responses = _prompt_texts(rows, tokenizer), [row.response or "" for row in rows]
-        self.prompts = _tokenized(rows, texts, tokenizer, "prompt", max_prompt_tokens)
-        end = [token_id(tokenizer, "eos")]
-        self.responses = _tokenized(rows, responses, tokenizer, "response", max_response_tokens, end)
-        self._pad_id = token_id(tokenizer, "pad")
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def batch(self, step: int, batch_size: int) -> TensorDict:
-        """Return the demonstrations of step `step` (from 0) in the endless shuffled stream."""
-        return self.rows(rows_after(len(self), batch_size, self.seed, step * batch_size))
-
-    def rows(self, row_ids: Sequence[int]) -> TensorDict:
-        """Return the demonstrations with these row numbers, in the given order."""
-        prompts = [self.prompts[row] for row in row_ids]
-        responses = [self.responses[row] for row in row_ids]
-        whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-        return TensorDict(
-            {
-                "tokens": _right_padded(whole, self.width, self._pad_id),
-                "prompt_lengths": torch.tensor([len(tokens) for tokens in prompts]),
-                "response_lengths": torch.tensor([len(tokens) for tokens in responses]),
-                "row_ids": torch.tensor(list(row_ids)),
-            },
-            batch_size=[len(whole)],
-        )
-
-
-def _prompt_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def prompt_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return each row's prompt in the tokenizer's chat template, a foreign program that jinja's sandbox isolates."""
     texts, problems = list[str](), list[str]()
     for row in rows:
@@ -171,46 +125,61 @@ def _prompt_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> li
     return texts
 
 
-def _tokenized(
-    rows: Sequence[Row],
-    texts: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    key: str,
-    max_tokens: int,
-    end: Sequence[int] = (),
+def _checked(
+    rows: Sequence[Row], texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
 ) -> list[list[int]]:
-    """Return the tokens of each row's text under `key`, followed by `end`; raise DataError for long or unknown texts."""
-    limit = f"max_{key}_tokens={max_tokens}"
-    remedy = f"raise the limit or shorten the {key}"
-    most = max_tokens * MAX_CHARACTERS_PER_TOKEN
+    """Return the tokens of prompts; raise DataError for long or unknown ones."""
+    limit = f"max_prompt_tokens={max_prompt_tokens}"
+    remedy = "raise the limit or shorten the prompt"
+    most = max_prompt_tokens * MAX_CHARACTERS_PER_TOKEN
     raise_listed(
         [
-            f"{row.place}: the {key} has {len(text)} characters, {limit} holds at most {most}; {remedy}"
+            f"{row.place}: the prompt has {len(text)} characters, {limit} holds at most {most}; {remedy}"
             for row, text in zip(rows, texts, strict=True)
             if len(text) > most
         ]
     )
+    tokens = tokenized(rows, texts, tokenizer, "prompt")
+    raise_listed(
+        [
+            f"{row.place}: the prompt has {len(found)} tokens, {limit}; {remedy}"
+            for row, found in zip(rows, tokens, strict=True)
+            if len(found) > max_prompt_tokens
+        ]
+    )
+    return tokens
+
+
+def tokenized(
+    rows: Sequence[Row], texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, key: str
+) -> list[list[int]]:
+    """Return the tokens of each row's text under `key`; raise DataError for unknown texts."""
     tokens, problems = list[list[int]](), list[str]()
     for first in range(0, len(texts), TOKENIZED_AT_ONCE):
         found = tokenizer(list(texts[first : first + TOKENIZED_AT_ONCE]), add_special_tokens=False)
-        tokens += [[*one, *end] for one in found["input_ids"]]
-    counted = "tokens with the end-of-sequence token" if end else "tokens"
-    unknown: Any = tokenizer.unk_token_id
-    if unknown in (tokenizer.eos_token_id, tokenizer.pad_token_id):
-        unknown = None
+        tokens += found["input_ids"]
     for row, found in zip(rows, tokens, strict=True):
-        if len(found) > max_tokens:
-            problems.append(f"{row.place}: the {key} has {len(found)} {counted}, {limit}; {remedy}")
-        if num_unknown := found.count(unknown):
-            problems.append(
-                f"{row.place}: parts of the {key} unknown to the tokenizer: {num_unknown}; remove those characters or use"
-                " another tokenizer"
-            )
+        problems += unknown_problems(row, found, tokenizer, key)
     raise_listed(problems)
     return tokens
 
 
-def _right_padded(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> torch.Tensor:
+def unknown_problems(
+    row: Row, tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase, key: str
+) -> list[str]:
+    """Return the problem of a row whose text under `key` has parts that the tokenizer does not know, if there are any."""
+    unknown: Any = tokenizer.unk_token_id
+    if unknown in (None, tokenizer.eos_token_id, tokenizer.pad_token_id):
+        return []
+    if not (num_unknown := list(tokens).count(unknown)):
+        return []
+    return [
+        f"{row.place}: parts of the {key} unknown to the tokenizer: {num_unknown}; remove those characters or use"
+        " another tokenizer"
+    ]
+
+
+def right_padded(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> torch.Tensor:
     """Return token rows as one padded tensor [len(rows), width]."""
     padded = [[*tokens, *[pad_id] * (width - len(tokens))] for tokens in rows]
     return torch.tensor(padded, dtype=torch.int64).reshape(len(rows), width)

@@ -10,10 +10,20 @@ from typing import Annotated, Any
 
 import pyarrow
 import pyarrow.parquet
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 from typing_extensions import TypedDict
 
+from hybridengine.config.algorithm import RowsKind
 from hybridengine.config.loading import rule
 from hybridengine.errors import DataError, UnreadableError, raise_all, shown
 from hybridengine.files import check_regular
@@ -49,21 +59,64 @@ Text = Annotated[str, Field(min_length=1), Tag("text")]
 Messages = Annotated[list[Message], AfterValidator(_ends_with_a_request), Tag("messages")]
 
 
+Prompt = Annotated[
+    Text | Messages, Discriminator(lambda value: "messages" if isinstance(value, list) else "text")
+]
+
+
 class PromptRow(BaseModel):
-    """Keys of a row; others are ignored."""
+    """Keys of a row of prompts; others are ignored."""
 
     model_config = ConfigDict(strict=True)
 
-    prompt: Annotated[
-        Text | Messages, Discriminator(lambda value: "messages" if isinstance(value, list) else "text")
-    ]
+    prompt: Prompt
     answer: Annotated[Any, AfterValidator(_not_null)]
 
 
-class DemonstrationRow(PromptRow):
-    """Keys of a demonstration."""
+class DemonstrationRow(BaseModel):
+    """Keys of a demonstration: a prompt and its response, or a conversation."""
 
-    response: str
+    model_config = ConfigDict(strict=True)
+
+    prompt: Prompt | None = None
+    response: str | None = None
+    messages: list[Message] | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> DemonstrationRow:
+        single = (self.prompt is not None) + (self.response is not None)
+        if single + 2 * (self.messages is not None) != 2:
+            raise PydanticCustomError("keys", "a row with prompt and response, or with messages alone")
+        if self.messages is not None:
+            roles = [message["role"] for message in self.messages]
+            if len(roles) < 2 or roles[-1] != "assistant" or roles[0] == "assistant":
+                raise PydanticCustomError(
+                    "roles", "a row whose messages begin with another role and end with the role 'assistant'"
+                )
+        return self
+
+
+class PreferenceRow(BaseModel):
+    """Keys of a preference."""
+
+    model_config = ConfigDict(strict=True)
+
+    prompt: Prompt
+    chosen: str
+    rejected: str
+
+    @model_validator(mode="after")
+    def _differ(self) -> PreferenceRow:
+        if self.chosen == self.rejected:
+            raise PydanticCustomError("same", "a row whose chosen response is another than the rejected one")
+        return self
+
+
+ROW_MODELS: dict[RowsKind, type[PromptRow | DemonstrationRow | PreferenceRow]] = {
+    "prompts": PromptRow,
+    "demonstrations": DemonstrationRow,
+    "preferences": PreferenceRow,
+}
 
 
 @dataclass(frozen=True)
@@ -73,9 +126,13 @@ class Row:
     place: str
     """Location in the file, for messages: "train.jsonl, line 3"."""
     prompt: str | list[Message]
-    answer: str
+    """Prompt; for a conversation, its messages before the assistant's first one."""
+    answer: str = ""
     """Answer for the reward: the row's string, or the JSON text of any other value."""
-    response: str | None = None
+    responses: tuple[str, ...] = ()
+    """Response of a demonstration, or chosen and rejected response of a preference."""
+    later: Sequence[Message] = ()
+    """Messages of a conversation from the assistant's first one."""
 
     @property
     def messages(self) -> list[Message]:
@@ -83,7 +140,7 @@ class Row:
         return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
 
 
-def read_rows(path: str | Path, needs_response: bool = False) -> list[Row]:
+def read_rows(path: str | Path, kind: RowsKind = "prompts") -> list[Row]:
     """Return all rows of a JSONL or parquet file; blank lines of a JSONL file and unknown keys are ignored.
 
     Raises DataError if the file is missing, empty, of another format, or has malformed rows (lists up to ten).
@@ -100,7 +157,7 @@ def read_rows(path: str | Path, needs_response: bool = False) -> list[Row]:
         raise DataError(f"data file {path} does not exist; correct the path or write the file") from None
     except UnreadableError as error:
         raise DataError(f"data file {error}; name a .jsonl or .parquet file") from None
-    model = DemonstrationRow if needs_response else PromptRow
+    model = ROW_MODELS[kind]
     rows, problems = list[Row](), list[str]()
     for place, content in readers[path.suffix](path):
         if isinstance(content, bytes) and len(content) > MAX_LINE_BYTES:
@@ -114,16 +171,32 @@ def read_rows(path: str | Path, needs_response: bool = False) -> list[Row]:
                 f"{place}: {_problem(fault, content, model)}" for fault in error.errors(include_url=False)
             ]
             continue
+        rows.append(_row(place, found))
+    raise_listed(problems)
+    if not rows:
+        raise DataError(f"data file {path} has no rows; write at least one with the keys {_keys(model)}")
+    return rows
+
+
+def _row(place: str, found: PromptRow | DemonstrationRow | PreferenceRow) -> Row:
+    if isinstance(found, PromptRow):
         answer = found.answer
         if not isinstance(answer, str):
             answer = json.dumps(answer, ensure_ascii=False, default=str)
-        rows.append(Row(place, found.prompt, answer, getattr(found, "response", None)))
-    raise_listed(problems)
-    if not rows:
-        raise DataError(
-            f"data file {path} has no rows; write at least one with the keys {', '.join(model.model_fields)}"
-        )
-    return rows
+        return Row(place, found.prompt, answer)
+    if isinstance(found, PreferenceRow):
+        return Row(place, found.prompt, responses=(found.chosen, found.rejected))
+    if found.messages is None:
+        assert found.prompt is not None and found.response is not None, "checked by the row's model"
+        return Row(place, found.prompt, responses=(found.response,))
+    first = next(place for place, one in enumerate(found.messages) if one["role"] == "assistant")
+    return Row(place, found.messages[:first], later=found.messages[first:])
+
+
+def _keys(model: type[BaseModel]) -> str:
+    if model is DemonstrationRow:
+        return "prompt and response, or messages"
+    return ", ".join(model.model_fields)
 
 
 def raise_listed(problems: Sequence[str]) -> None:
@@ -155,16 +228,17 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{path}, row {number}", record
 
 
-def _problem(fault: ErrorDetails, content: object, model: type[PromptRow]) -> str:
+def _problem(fault: ErrorDetails, content: object, model: type[BaseModel]) -> str:
     """Return the message for one validation error of a row."""
-    name = ".".join(str(part) for part in fault["loc"] if part not in ("text", "messages"))
+    tags = ("text", "messages")  # of the prompt's two forms, after its own name
+    name = ".".join(str(part) for place, part in enumerate(fault["loc"]) if not place or part not in tags)
     if isinstance(content, bytes) and fault["type"] == "json_invalid":
         text, reason = content.decode(errors="replace"), fault["msg"].removeprefix("Invalid JSON: ")
         return f"{shown(text)} is not JSON ({reason}); write one JSON object per line"
     if fault["type"] == "missing":
         if len(fault["loc"]) > 1:
             return f"{name} is missing; each message needs role and content"
-        return f"{name} is missing; each row needs {', '.join(model.model_fields)}"
+        return f"{name} is missing; each row needs {_keys(model)}"
     other = " or a list of chat messages" if "text" in fault["loc"] else ""
     return (
         f"{name or 'the line'}={shown(fault['input'])} must be {rule(fault['msg'])}{other}; correct the row"

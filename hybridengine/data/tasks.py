@@ -15,7 +15,7 @@ from hybridengine.errors import DataError
 if TYPE_CHECKING:  # the reward does not need pydantic
     from hybridengine.config.sections import TaskSection
 
-TRAIN_FILE, HELD_OUT_FILE, DEMONSTRATIONS_FILE = "train.jsonl", "held_out.jsonl", "demonstrations.jsonl"
+TRAIN_FILE, HELD_OUT_FILE = "train.jsonl", "held_out.jsonl"
 
 SEED_STRIDE = 1_000_003
 """Distance between seeds: reasoning-gym draws entry i from seed s + i, so neighbouring seeds would share problems."""
@@ -53,26 +53,32 @@ class Problem:
 
 
 def write_arithmetic_files(folder: str | Path, task: TaskSection) -> dict[str, Path]:
-    """Write train, held-out and demonstration files; return their paths under "train", "held_out", "demonstrations".
+    """Write train and held-out files; return their paths under "train" and "held_out".
 
-    The same task gives the same bytes. Problems are distinct; demonstrations are the training problems with a response.
+    The same task gives the same bytes. Problems are distinct. A row has a prompt and its answer, a demonstrated response,
+    and a preference: all running totals are chosen over those without the last one.
     Raises DataError if the task has too few distinct problems, or reasoning-gym is not installed.
     """
     problems = _distinct_problems(task)
     held_out, train = problems[: task.eval_rows], problems[task.eval_rows :]
     rng = random.Random(task.seed)
-    rows = {
-        name: [{"prompt": problem.prompt, "answer": problem.answer} for problem in some]
-        for name, some in ((TRAIN_FILE, train), (HELD_OUT_FILE, held_out), (DEMONSTRATIONS_FILE, train))
-    }
-    for problem, row in zip(train, rows[DEMONSTRATIONS_FILE], strict=True):
-        is_sloppy = problem.subtracts and rng.random() < task.sloppy_fraction
-        row["response"] = demonstrated_response(problem, is_sloppy)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, file_rows in rows.items():
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in file_rows))
-    return {Path(name).stem: folder / name for name in rows}
+    files = {TRAIN_FILE: train, HELD_OUT_FILE: held_out}
+    for name, some in files.items():
+        rows = [_row(problem, problem.subtracts and rng.random() < task.sloppy_fraction) for problem in some]
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {Path(name).stem: folder / name for name in files}
+
+
+def _row(problem: Problem, is_sloppy: bool) -> dict[str, str]:
+    return {
+        "prompt": problem.prompt,
+        "answer": problem.answer,
+        "response": demonstrated_response(problem, is_sloppy),
+        "chosen": demonstrated_response(problem, is_sloppy=False),
+        "rejected": demonstrated_response(problem, is_sloppy=True),
+    }
 
 
 def demonstrated_response(problem: Problem, is_sloppy: bool) -> str:

@@ -53,14 +53,19 @@ class OnlineDpo(Algorithm):
 
     def conflicts(self, config: Any) -> Iterator[Conflict]:
         """Yield a conflict if the pairs do not split evenly."""
-        replicas, mini_batches = config.actor.parallel.dp_size, config.actor.mini_batches
-        if config.data.batch_size % (replicas * mini_batches):
-            yield Conflict(
-                f"data.batch_size={config.data.batch_size} pairs of algorithm.name={self.name} must split evenly over"
-                f" actor.mini_batches={mini_batches} and the d = {replicas} replicas of actor.parallel="
-                f"{config.actor.parallel}; choose a multiple of {replicas * mini_batches}",
-                ("data.batch_size", "actor.parallel", "actor.mini_batches"),
-            )
+        yield from pair_conflicts(self.name, config)
+
+
+def pair_conflicts(name: str, config: Any) -> Iterator[Conflict]:
+    """Yield a conflict if the pairs of an iteration do not split evenly over replicas and mini-batches."""
+    replicas, mini_batches = config.actor.parallel.dp_size, config.actor.mini_batches
+    if config.data.batch_size % (replicas * mini_batches):
+        yield Conflict(
+            f"data.batch_size={config.data.batch_size} pairs of algorithm.name={name} must split evenly over"
+            f" actor.mini_batches={mini_batches} and the d = {replicas} replicas of actor.parallel="
+            f"{config.actor.parallel}; choose a multiple of {replicas * mini_batches}",
+            ("data.batch_size", "actor.parallel", "actor.mini_batches"),
+        )
 
 
 def preferences(scores: Sequence[float], dropped: Sequence[bool], samples: int) -> list[int]:

@@ -20,8 +20,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from hybridengine import importing
+from hybridengine.data.chat import Chat
 from hybridengine.episodes import client as client_module
-from hybridengine.episodes.chat import Chat
 from hybridengine.episodes.client import Client, EpisodeError, Row, TokenLimitError, TurnLimitError
 from hybridengine.episodes.wire import Drawn, Ended, Limits, Wanted, line
 from hybridengine.errors import DataError

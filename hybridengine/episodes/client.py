@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from hybridengine.episodes.chat import Chat
+from hybridengine.data.chat import Chat
 from hybridengine.episodes.wire import Drawn, Limits, Wanted
 from hybridengine.errors import DataError, shown
 

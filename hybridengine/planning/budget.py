@@ -126,7 +126,8 @@ def budget_of(
     Ranks of engines on a pool of their own all count as the fullest.
     """
     graphs = on_gpus and config.captures_graphs
-    has_engine = pool == MAIN_POOL or "generation" in config.pools[pool].roles
+    generates = config.algorithm.generates
+    has_engine = generates and (pool == MAIN_POOL or "generation" in config.pools[pool].roles)
     fixed = (GPU_BYTES if on_gpus else 0) + (GRAPH_BYTES if graphs and has_engine else 0)
     fixed += loaded_adapters_bytes(config, pool) if has_engine else 0
     models = pool_models(config, pool, rank)
@@ -175,7 +176,8 @@ def _fp8(config: RunConfig, models: list[HeldModel], has_engine: bool) -> dict[s
 def _pool_phases(config: RunConfig, pool: str, cost: SwitchCost, rank: int | None) -> dict[str, int]:
     if "generation" in config.pools[pool].roles:
         return _engine_phases(config)
-    weights = switched_weights(config, cost, rank) if pool == MAIN_POOL else None
+    switches = pool == MAIN_POOL and config.algorithm.generates
+    weights = switched_weights(config, cost, rank) if switches else None
     return _phases(config, pool_models(config, pool, rank), weights)
 
 
@@ -224,7 +226,7 @@ def _cache_bytes(config: RunConfig, gen: GenSizes) -> int:
 
 
 def _phases(config: RunConfig, models: list[HeldModel], weights: SwitchedWeights | None) -> dict[str, int]:
-    """Return the bytes by phase; `weights` are those of the actor, if it is in this pool."""
+    """Return the bytes by phase; `weights` are those of an actor in this pool that generates."""
     states = [_states(config, model) for model in models]
     idle = sum(state.idle for state in states)
     peaks = [max(state.infer, state.update) - state.idle for state in states]
@@ -285,7 +287,7 @@ def _activations(config: RunConfig, model: HeldModel, *, trains: bool) -> int:
     parts = holder.sizes.dp_size * (section.mini_batches if trains else 1)
     all_tokens = -(-config.rows_per_step // parts) * longest
     tokens = min(all_tokens, max(section.micro_batch_tokens, longest))
-    responses = tokens * config.rollout.max_response_tokens / longest
+    responses = tokens * config.max_response_tokens / longest
     return activation_bytes(
         holder_shape(config, holder),
         holder.sizes,
@@ -357,7 +359,7 @@ def _changes(config: RunConfig, pool: str, on_gpus: bool) -> Iterator[tuple[str,
         return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
     rollout = config.rollout
-    for name in ("kv_cache_bytes", "max_num_seqs"):
+    for name in ("kv_cache_bytes", "max_num_seqs") if config.algorithm.generates else ():
         value = getattr(rollout, name)
         yield f"lower rollout.{name}={value}", changed("rollout", **{name: value // 2})
     for holder in model_holders(config):

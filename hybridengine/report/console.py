@@ -22,22 +22,41 @@ PHASE_LABELS = {
 }
 """Short names of phases in the line of a step; other phases keep their names."""
 
+SHOWN = (
+    ("reward", keys.REWARD_MEAN, "{:.3f}"),
+    ("kl", keys.KL_MEAN, "{:.4f}"),
+    ("loss", keys.SFT_LOSS, "{:.3f}"),
+    ("loss", keys.DPO_LOSS, "{:.3f}"),
+    ("accuracy", keys.DPO_ACCURACY, "{:.1%}"),
+)
+"""Label, metric and format of the results in the line of a step."""
+
 _MISSING = "-"
+
+
+RESULTS = {
+    keys.EXACT_MATCH: "exact match",
+    keys.SCORE_MEAN: "held-out score",
+    keys.HELD_OUT_LOSS: "held-out loss",
+}
+"""Name of each result of an evaluation; of those in a row, the first is shown."""
 
 
 @dataclass(frozen=True)
 class HeldOutResult:
-    """Result of an evaluation: exact match (in percent) if only a function gives the reward, otherwise the mean score."""
+    """Result of an evaluation: exact match (in percent) if only a function gives the reward, otherwise the mean score, or
+    the loss of responses of the data.
+    """
 
     value: float
     """Value of the result; NaN if it was not finite."""
-    is_share: bool
-    """True if the value is the share of problems with full score, 0 to 1."""
+    name: str
+    """Name of the result, one of `RESULTS`."""
 
     @property
-    def name(self) -> str:
-        """Name of the result."""
-        return "exact match" if self.is_share else "held-out score"
+    def is_share(self) -> bool:
+        """True if the value is the share of problems with full score, 0 to 1."""
+        return self.name == RESULTS[keys.EXACT_MATCH]
 
     def __str__(self) -> str:
         return f"{100 * self.value:.1f}%" if self.is_share else f"{self.value:.3f}"
@@ -45,20 +64,15 @@ class HeldOutResult:
 
 def held_out_results(rows: Iterable[Row]) -> list[HeldOutResult]:
     """Return the results of the rows that have one."""
-    results = []
-    for row in rows:
-        for key, is_share in ((keys.EXACT_MATCH, True), (keys.SCORE_MEAN, False)):
-            if key in row:
-                results.append(HeldOutResult(_number(row[key]), is_share))
-                break
-    return results
+    found = ((row, next((key for key in RESULTS if key in row), None)) for row in rows)
+    return [HeldOutResult(_number(row[key]), RESULTS[key]) for row, key in found if key is not None]
 
 
 def step_line(row: Row, num_steps: int) -> str:
     """Return the row as one line, without the metrics it lacks; a value that was not finite is "nan"."""
     width = len(str(num_steps))
     results = [f"step {row[keys.STEP]:>{width}}/{num_steps}"]
-    for label, key, form in (("reward", keys.REWARD_MEAN, "{:.3f}"), ("kl", keys.KL_MEAN, "{:.4f}")):
+    for label, key, form in SHOWN:
         if key in row:
             results.append(f"{label} {form.format(_number(row[key]))}")
     results += [f"eval {result}" for result in held_out_results([row])]
@@ -122,6 +136,8 @@ def summary_table(rows: Sequence[Row]) -> Table:
             total = sum(seconds)
             label = f"time: {phase.replace('_', ' ')}"
             table.add_row(label, format_seconds(total), format_seconds(total / len(seconds)))
+    if keys.HELD_OUT_LOSS in values:
+        return table  # of a run that draws no responses
     table.add_section()
     received = values.get(keys.RECEIVED_BYTES, [])
     total = sum(received) if received else None

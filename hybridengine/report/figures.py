@@ -90,6 +90,16 @@ class Figure:
 
 FIGURES = (
     Figure("Held-out result", (keys.EXACT_MATCH, keys.SCORE_MEAN)),
+    Figure(
+        "Held-out loss and accuracy",
+        (keys.HELD_OUT_LOSS, "eval/accuracy"),
+        is_of_some=True,
+    ),
+    Figure(
+        "Rewards of preferred and other responses",
+        ("actor/dpo_*_reward", "actor/dpo_margin"),
+        is_of_some=True,
+    ),
     Figure("Reward and cost", (keys.REWARD_MEAN, "reward/*_mean", "cost/mean", "cost/*_mean")),
     Figure("KL divergence from the reference", (keys.KL_MEAN,)),
     Figure("Largest log-prob difference between engine and trainer", (keys.LOG_PROB_ABS_DIFF_MAX,)),

@@ -6,7 +6,8 @@ from rich.console import Console
 
 from hybridengine.config import RunConfig, holder_shape, model_holders, model_shape
 from hybridengine.config.algorithm import ServedAlgorithm
-from hybridengine.config.run_config import TRAINED
+from hybridengine.config.reward_sections import scorer_key
+from hybridengine.config.run_config import TRAINED, reward_sections
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.formatting import format_bytes
 from hybridengine.planning.budget import Budget, budget_of, pool_models, switched_weights
@@ -39,11 +40,7 @@ def print_dry_run(config: RunConfig) -> None:
 
 def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     """Return lines with the sizes of every role and the cost of the switch."""
-    shape, generation = model_shape(config), config.generation_grid
-    itself = "the actor itself generates at" if config.engines else "generation"
-    generates = f"; {itself} {config.actor.generate} (p_g-t_g) in {generation.num_replicas} engine(s)" + (
-        f", d_g={generation.micro_dp_size}" if generation.nests else ", sizes that do not nest"
-    )
+    shape = model_shape(config)
     in_place = "actor.generate" in config.engine_sizes
     return [
         f"model: {shape.family}, {shape.num_layers} layers, {shape.num_parameters:,} parameters,"
@@ -53,11 +50,29 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
         *_engine_lines(config),
         "roles: "
         + ", ".join(f"{holder.name} {holder.sizes}" for holder in model_holders(config))
-        + f" (p-t-d){generates if in_place else ''}",
+        + f" (p-t-d){_generation_text(config) if in_place else ''}",
+        *_judge_lines(config),
         *_padding_lines(config),
-        _decoding_line(config),
-        *_draws_lines(config),
+        *([_decoding_line(config), *_draws_lines(config)] if config.algorithm.generates else []),
         *([_switch_line(config, cost)] if in_place else []),
+    ]
+
+
+def _generation_text(config: RunConfig) -> str:
+    """Return the sizes at which the actor's ranks generate, as text."""
+    generation = config.generation_grid
+    itself = "the actor itself generates at" if config.engines else "generation"
+    nesting = f"d_g={generation.micro_dp_size}" if generation.nests else "sizes that do not nest"
+    return f"; {itself} {config.actor.generate} (p_g-t_g) in {generation.num_replicas} engine(s), {nesting}"
+
+
+def _judge_lines(config: RunConfig) -> list[str]:
+    """Return a line about the engines of each judge."""
+    return [
+        f"judge: {scorer_key(role, term)} at {judge.engine} (p_g-t_g) in"
+        f" {config.pools[config.pool_of(role)].num_ranks // judge.engine.num_ranks} engine(s)"
+        for role, section in reward_sections(config).items()
+        for term, judge in section.judges.items()
     ]
 
 
@@ -153,6 +168,8 @@ def group_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
         experts = named_expert_groups(holder.grid) if holder_shape(config, holder).experts else []
         for name, groups in [*named_groups(holder.grid), *experts]:
             lines.append(f"  {holder.name:<{width}} {name:<{wide}} {format_groups(groups)}")
+    if not config.algorithm.generates:
+        return lines
     generation = config.generation_grid
     domain = "micro-DP" if generation.nests else "gather"
     for name, groups in [*named_groups(generation), (domain, cost.groups)]:
@@ -162,17 +179,21 @@ def group_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
 
 def memory_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
     """Return lines with a summary of the plan and the memory of the fullest rank, by phase."""
-    repeated = f"{len(cost.plans)} of {len(cost.groups)} groups that gather; the others repeat them"
-    lines = ["", f"plan ({repeated})" if len(cost.groups) > len(cost.plans) else "plan"]
-    for plan in cost.plans[:SHOWN_PLANS]:
-        lines.append(f"  {plan}")
-    lines.append(
-        f"  buckets of at most {format_bytes(cost.bucket_bytes_max)}; digest {cost.plans[0].digest[:16]}"
-    )
+    lines = _plan_lines(cost) if config.algorithm.generates else []
     for name in config.pools:
         lines += _pool_memory_lines(config, name, cost)
     checks = "hybridengine doctor compares this with the devices, as training does before it builds a model"
     return [*lines, "", checks]
+
+
+def _plan_lines(cost: SwitchCost) -> list[str]:
+    repeated = f"{len(cost.plans)} of {len(cost.groups)} groups that gather; the others repeat them"
+    return [
+        "",
+        f"plan ({repeated})" if len(cost.groups) > len(cost.plans) else "plan",
+        *(f"  {plan}" for plan in cost.plans[:SHOWN_PLANS]),
+        f"  buckets of at most {format_bytes(cost.bucket_bytes_max)}; digest {cost.plans[0].digest[:16]}",
+    ]
 
 
 def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[str]:

@@ -15,9 +15,13 @@ from hybridengine.backends.vllm.structures import check_structure
 from hybridengine.checkpoints.hf_files import check_weights
 from hybridengine.config import RunConfig, holder_shape, model_holders
 from hybridengine.config.algorithm import Algorithm
+from hybridengine.config.judge_section import JudgeSection
+from hybridengine.config.reward_sections import scorer_key
 from hybridengine.config.run_config import PATH_KEYS, reward_sections
 from hybridengine.config.values import Section
-from hybridengine.data.datasets import DemonstrationDataset, PromptDataset
+from hybridengine.data.datasets import PromptDataset
+from hybridengine.data.judging import check_judge
+from hybridengine.data.responses import ResponseDataset
 from hybridengine.data.rewards import check_reward_functions
 from hybridengine.data.tasks import write_arithmetic_files
 from hybridengine.data.tokenizer import (
@@ -31,6 +35,7 @@ from hybridengine.episodes.processes import check_episode
 from hybridengine.errors import CheckpointError, ConfigError, DataError, raise_all, shown
 from hybridengine.files import read_object, writing
 from hybridengine.models.checkpoint_files import copy_companions
+from hybridengine.models.shapes import ModelShape
 from hybridengine.report.step_rows import CONFIG_FILE
 
 T = TypeVar("T")
@@ -42,11 +47,26 @@ class RunFiles:
     """Contents of the run's files."""
 
     tokenizer: PreTrainedTokenizerBase
-    prompts: PromptDataset
-    held_out: PromptDataset | None
-    demonstrations: DemonstrationDataset | None
+    training: PromptDataset | ResponseDataset
+    held_out: PromptDataset | ResponseDataset | None
+    demonstrations: ResponseDataset | None
     stop_token_ids: tuple[int, ...]
     """Tokens that end a response: the tokenizer's, and those in the checkpoint's generation_config.json."""
+
+    @property
+    def prompts(self) -> PromptDataset:
+        """Training prompts of an algorithm that generates."""
+        assert isinstance(self.training, PromptDataset), "the algorithm reads responses"
+        return self.training
+
+    def data_lines(self, config: RunConfig) -> list[str]:
+        """Return lines about the rows with responses, and how often an offline algorithm reads them."""
+        if config.algorithm.generates:
+            return []
+        steps, batch_size = config.run.steps, config.data.batch_size
+        epochs = steps * batch_size / len(self.training)
+        lines = [f"data: {self.training}; {steps} steps of {batch_size} read {epochs:.3g} epochs"]
+        return lines + ([f"held-out data: {self.held_out}"] if self.held_out is not None else [])
 
 
 def claim_run(config: RunConfig) -> tuple[RunConfig, bool]:
@@ -99,8 +119,11 @@ def prepare_files(config: RunConfig) -> RunFiles:
     disable_progress_bar()
     problems = list[str]()
     for name, section in reward_sections(config).items():
-        if section.functions:
+        if section.are_called:
             _attempt(problems, check_reward_functions, name, section, config.timeouts.start_s)
+        for term, judge in section.judges.items():
+            key, folder = scorer_key(name, term), Path(section.scorers[term].path or "")
+            _attempt(problems, check_whole_judge, key, judge, folder, config.timeouts.start_s)
     if config.rollout.episode is not None:
         _attempt(problems, check_episode, config.rollout.episode, config.timeouts.start_s)
     # The configuration is written last; if it exists, a resumed run keeps its original files.
@@ -161,34 +184,45 @@ def _attempt(problems: list[str], check: Callable[P, T], *arguments: P.args, **n
 def _read_rows(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int, problems: list[str]
 ) -> RunFiles:
-    """Return the prompts and demonstrations of the run; record errors in `problems`."""
-    prompt_width, response_width = config.rollout.max_prompt_tokens, config.rollout.max_response_tokens
-    prompts = _attempt(problems, PromptDataset, config.train_file, tokenizer, prompt_width)
+    """Return the rows of the run's data and its demonstrations; record errors in `problems`."""
+    algorithm, data = config.algorithm, config.data
+
+    def read(file: Path) -> PromptDataset | ResponseDataset:
+        if algorithm.generates:
+            return PromptDataset(file, tokenizer, config.rollout.max_prompt_tokens)
+        return ResponseDataset(file, tokenizer, algorithm.rows_kind, data.max_tokens, data.too_long)
+
+    training = _attempt(problems, read, config.train_file)
     held_out = demonstrations = None
     if config.eval_file:
-        held_out = _attempt(problems, PromptDataset, config.eval_file, tokenizer, prompt_width)
+        held_out = _attempt(problems, read, config.eval_file)
     if config.demonstrations_file:
+        limit = (
+            "rollout.max_prompt_tokens + max_response_tokens" if algorithm.generates else "data.max_tokens"
+        )
         demonstrations = _attempt(
             problems,
-            DemonstrationDataset,
+            ResponseDataset,
             config.demonstrations_file,
             tokenizer,
-            prompt_width,
-            response_width,
-            config.run.seed,
+            "demonstrations",
+            config.max_tokens,
+            seed=config.run.seed,
+            limit=limit,
         )
-    if prompts is None:
+    if training is None:
         raise_all(problems, DataError)
-    assert prompts is not None, "raise_all has raised otherwise"
-    if len(prompts) < config.data.batch_size:
+    assert training is not None, "raise_all has raised otherwise"
+    if len(training) < data.batch_size:
+        kind = algorithm.rows_kind
         problems.append(
-            f"{config.train_file} has {len(prompts)} prompts, data.batch_size={config.data.batch_size} wants more in"
-            " each step; lower it or add prompts"
+            f"{config.train_file} has {len(training)} {kind}, data.batch_size={data.batch_size} wants more in"
+            f" each step; lower it or add {kind}"
         )
     stops = _attempt(problems, stop_token_ids, config.model_folder, tokenizer, vocab_size)
     if stops is not None and (structure := config.rollout.structure) is not None:
         _attempt(problems, check_structure, structure, config.tokenizer_folder, vocab_size, stops)
-    return RunFiles(tokenizer, prompts, held_out, demonstrations, stops or ())
+    return RunFiles(tokenizer, training, held_out, demonstrations, stops or ())
 
 
 def vocabulary_problems(
@@ -233,6 +267,26 @@ def stop_token_ids(
                 f" model's original file{remedy}"
             ) from None
     return tuple(dict.fromkeys([token_id(tokenizer, "eos"), *tokens]))
+
+
+def judge_stops(folder: Path) -> tuple[int, ...]:
+    """Return the end tokens of a judge's verdicts (`stop_token_ids`)."""
+    tokenizer = load_tokenizer(folder, pad_with_eos=True)
+    return stop_token_ids(folder, tokenizer, ModelShape.from_folder(folder).vocab_size)
+
+
+def check_whole_judge(key: str, judge: JudgeSection, folder: Path, timeout_s: float) -> None:
+    """Raise an error of a judge's files, template, parser or form of verdicts; `key` is its scorer's."""
+    shape = check_weights(folder)
+    tokenizer = check_judge(f"{key}.judge", judge, folder, timeout_s).tokenizer
+    if len(tokenizer) > shape.vocab_size:
+        raise CheckpointError(
+            f"{key}.path={folder} has vocab_size={shape.vocab_size}, and its tokenizer {len(tokenizer)} tokens; restore"
+            " the tokenizer that the model was trained with"
+        )
+    if judge.structure is not None:
+        named = f"{key}.judge.structure"
+        check_structure(judge.structure, folder, shape.vocab_size, judge_stops(folder), named)
 
 
 def build_model(config: RunConfig) -> None:

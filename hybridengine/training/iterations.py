@@ -14,6 +14,8 @@ from hybridengine.config import RunConfig
 from hybridengine.controller.call_log import CallRecord, call_log
 from hybridengine.controller.rows import Rows
 from hybridengine.data.datasets import PromptDataset
+from hybridengine.data.responses import ResponseDataset
+from hybridengine.drivers.offline import Offline
 from hybridengine.drivers.roles import Roles, Sampling
 from hybridengine.errors import ConfigError, DataError, shown
 from hybridengine.planning.costs.dataflows import phase_of_call
@@ -65,7 +67,7 @@ class _Iterations:
     config: RunConfig
     pools: RunPools
     roles: Roles
-    held_out: PromptDataset | None
+    held_out: PromptDataset | ResponseDataset | None
     output: RunOutput
     progress: Progress
 
@@ -95,8 +97,12 @@ class _Iterations:
         with self._failures_drawn(step, metrics):
             if evaluates and self.held_out is not None:
                 self.output.begin(step, "evaluating:")
-                found, samples = evaluate(self.roles, len(self.held_out))
-                self.output.show_samples(step, samples)
+                algorithm, num_rows = self.config.algorithm, len(self.held_out)
+                if isinstance(algorithm, Offline):
+                    found = algorithm.evaluate(self.roles, num_rows)
+                else:
+                    found, samples = evaluate(self.roles, num_rows)
+                    self.output.show_samples(step, samples)
                 self.pools.wait()
                 self.output.draw(step, call_log().take_records())
                 metrics |= found

@@ -118,7 +118,7 @@ def check_models(config: RunConfig, checkpoint: Checkpoint) -> None:
 def check_responses(config: RunConfig, checkpoint: Checkpoint, prompts: PromptDataset) -> None:
     """Raise CheckpointError if an asynchronous run cannot go on with the responses in flight of a checkpoint."""
     file = checkpoint.folder / QUEUE_FILE
-    if not config.engines or not checkpoint.step or not file.exists():
+    if not checkpoint.step or not file.exists():
         return
     queue, digest = read_queue(config, file)
     if prompts_digest(prompts, config.run.seed, queue.prompts) != digest:

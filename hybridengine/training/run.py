@@ -26,7 +26,7 @@ from hybridengine.controller.failures import failure_signature, is_passing, is_u
 from hybridengine.controller.json_logs import json_logs
 from hybridengine.controller.metrics import metrics_targets
 from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.data.datasets import DemonstrationDataset
+from hybridengine.data.responses import ResponseDataset
 from hybridengine.doctor.diagnosis import Diagnosis, diagnose
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.errors import HybridEngineError, OutputError, WorkerError, raise_all
@@ -104,10 +104,11 @@ def _train(config: RunConfig, console: Console, say: Callable[[str], None]) -> N
                 PeftFolder(Path(config.actor.lora.path), model_shape(config))  # refused before ranks start
             if checkpoint is not None:
                 check_models(config, checkpoint)
-                check_responses(config, checkpoint, files.prompts)
+                if config.engines:
+                    check_responses(config, checkpoint, files.prompts)
                 for change in changes_since(config, checkpoint):
                     say(f"  {change}")
-            for line in layout_lines(config, cost_of(config)):
+            for line in [*files.data_lines(config), *layout_lines(config, cost_of(config))]:
                 say(line)
             if config.generation.replay is not None:
                 read_order(Path(config.generation.replay))
@@ -216,13 +217,13 @@ class _Run:
         config, say, self.has_started = self.config, self.say, False
         if config.actor.lora.rank and config.warmup is not None and not config.start_folder.is_dir():
             self._warm_up_base(config.without_adapters(), config.warmup)
-        what = "Megatron-core and vLLM in each process (about a minute on a CPU)"
-        say(f"starting {config.num_ranks} ranks: {what}")
+        loads = "Megatron-core and vLLM" if config.algorithm.generates else "Megatron-core"
+        say(f"starting {config.num_ranks} ranks: {loads} in each process (about a minute on a CPU)")
         pools.start()
         warmed_up = config.start_folder.is_dir()
         start = config.start_folder if warmed_up else config.model_folder
-        actor = pools.start_model("actor", folder=start, stop_token_ids=self.files.stop_token_ids)
-        say("actor ready: one copy of the weights, two layouts")
+        actor = pools.start_actor(start, self.files.stop_token_ids)
+        say(f"actor ready{': one copy of the weights, two layouts' * config.algorithm.generates}")
         if config.warmup is not None and self.files.demonstrations is not None and not warmed_up:
             self._warm_up(actor, config.warmup, self.files.demonstrations)
         actor.start_training()
@@ -231,7 +232,8 @@ class _Run:
         if checkpoint is not None:
             load_roles(checkpoint, config, roles)
             say(f"state of step {checkpoint.step} loaded")
-        say(f"{', '.join(role for role in config.algorithm.roles if role != 'actor')} ready")
+        if others := [role for role in config.algorithm.roles if role != "actor"]:
+            say(f"{', '.join(others)} ready")
         if engines:
             roles.generation.go_on(
                 progress.step, checkpoint.folder if checkpoint and checkpoint.step else None
@@ -262,19 +264,16 @@ class _Run:
         self.say(f"starting {config.num_ranks} ranks: all weights are warmed up before the adapters begin")
         with RunPools(config) as pools:
             pools.start()
-            tokens = self.files.stop_token_ids
-            actor = pools.start_model("actor", folder=config.model_folder, stop_token_ids=tokens)
+            actor = pools.start_actor(config.model_folder, self.files.stop_token_ids)
             self._warm_up(actor, settings, self.files.demonstrations)
 
-    def _warm_up(
-        self, actor: WorkerGroup, settings: WarmupSection, demonstrations: DemonstrationDataset
-    ) -> None:
+    def _warm_up(self, actor: WorkerGroup, settings: WarmupSection, demonstrations: ResponseDataset) -> None:
         """Train the actor on demonstrations, and save it."""
         actor.start_supervised(settings.lr, settings.steps)
         every = max(1, settings.steps // 10)
         for step in range(1, settings.steps + 1):
             update = actor.update_supervised(demonstrations.batch(step - 1, settings.batch_size))
-            loss = update.get()[0]["warmup/loss"]
+            loss = update.get()[0]["actor/sft_loss"]
             if step % every == 0 or step == settings.steps:
                 self.say(f"warm-up {step}/{settings.steps}: loss {loss:.3f}")
         config = self.config

@@ -139,7 +139,8 @@ class RunSaver:
         if name is None:
             return
         if name in metrics:
-            if metrics[name] > (-math.inf if best.value is None else best.value):
+            sign = -1.0 if name.endswith(("loss", "perplexity")) else 1.0
+            if sign * metrics[name] > (-math.inf if best.value is None else sign * best.value):
                 self._progress.best = Best(step=self._progress.step, value=metrics[name], metric=name)
         elif not self._has_warned and (
             not name.startswith("eval/") or any(metric.startswith("eval/") for metric in metrics)

@@ -30,24 +30,16 @@ from hybridengine.rows.protocols import DP_PROTO, ROW_NUMBERS, GroupTopology, Ra
 from tests.gloo.megatron_training import copy_weights
 from tests.gloo.row_parts import concat_rows, slice_rows
 from tests.gloo.sharded_cases import ALL_ESTIMATED, CASES, NUM_ROWS, ONE_RANK, SAMPLES, judged, run_of
-from workers.actor import ActorWorker
 from workers.compute import ComputeWorker
 from workers.critic import CriticWorker
 from workers.model_worker import TrainedWorker
+from workers.policy import PolicyWorker
 
 SEED = 3
 """Seed of the choice among equally covariant tokens."""
 
 Pieces = list[tuple[str, Box, Tensor]]
 """(logical tensor, box of it, its elements)."""
-
-
-class TrainingActor(ActorWorker):
-    """The actor without its engine; all of the training code is the project's own."""
-
-    def __init__(self, context: RankContext, run: RunConfig, folder: str | Path) -> None:
-        TrainedWorker.__init__(self, context, run, folder)
-        self._divisor = float(run.rollout.max_response_tokens)
 
 
 @dataclass(frozen=True)
@@ -179,7 +171,7 @@ def groups_of(
 ) -> dict[Role, Group]:
     """Return the workers of the roles, with the checkpoints' weights."""
     return {
-        role: Group(run, role, TrainingActor, rank, policy)
+        role: Group(run, role, PolicyWorker, rank, policy)
         if role == "actor"
         else Group(run, role, CriticWorker, rank, scorer)
         for role in roles
@@ -293,7 +285,7 @@ def update_in_mini_batches(
 
     Errors come from 3 rows for each of two replicas, from wrong losses, and from a loss whose column nobody produced.
     """
-    actor = Group(run, "actor", TrainingActor, rank, policy)
+    actor = Group(run, "actor", PolicyWorker, rank, policy)
     errors = []
     for method in ("update", "update_preferences"):
         try:

@@ -34,8 +34,8 @@ from tests.gloo.adapters_by_hand import ADAPTERS, adapt, write_peft
 from tests.gloo.checkpoint_ranks import differing, empty_folder, ended, state_of
 from tests.gloo.megatron_training import Outcome, check_steps, copy_weights, make_trainer, mean_loss, step
 from tests.gloo.ranks import RankLauncher
-from tests.gloo.sharded_ranks import TrainingActor
 from tests.gloo.tiny_models import write_model
+from workers.policy import PolicyWorker
 
 NUM_STEPS = 5
 PLAIN, FULL = MegatronSettings(), MegatronSettings(recompute="full")
@@ -173,7 +173,7 @@ LENGTHS = (3, 4), (5, 2)
 """Prompt and response of each row."""
 
 
-def actor_of(folder: Path, adapters: Path | None) -> TrainingActor:
+def actor_of(folder: Path, adapters: Path | None) -> PolicyWorker:
     """Return the actor's worker on one rank."""
     run = RunConfig.model_validate(
         {
@@ -184,7 +184,7 @@ def actor_of(folder: Path, adapters: Path | None) -> TrainingActor:
         }
     )
     topology = GroupTopology(run.grid("actor"))
-    actor = TrainingActor(
+    actor = PolicyWorker(
         RankContext("actor", 0, 1, topology, topology.grid.coordinate(0), "127.0.0.1"), run, folder
     )
     actor.start_optimizer()

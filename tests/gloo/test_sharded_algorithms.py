@@ -228,6 +228,7 @@ def test_the_cases_are_all_that_a_configuration_offers():
     actors = [changes.get("actor", {}) for changes in CASES.values()]
     algorithms = [changes["algorithm"] for changes in CASES.values()]
     others = {"grpo_from_engine", "async_grpo", "async_ppo"}  # they compute and update as grpo and ppo do
+    others |= {"sft", "dpo"}  # test_offline_updates.py
     assert {algorithm["name"] for algorithm in algorithms} == set(ALGORITHMS) - others
     assert {algorithm.get("correction", {}).get("name") for algorithm in algorithms} >= set(
         get_args(CorrectionName)

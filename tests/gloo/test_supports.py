@@ -17,9 +17,10 @@ from hybridengine.rows.supports import SUPPORTS, support_of, support_row
 from hybridengine.topology.sizes import TrainSizes
 from tests.gloo import sharded_cases as cases
 from tests.gloo.ranks import RankLauncher
-from tests.gloo.sharded_ranks import Group, Outcome, TrainingActor
+from tests.gloo.sharded_ranks import Group, Outcome
 from tests.gloo.test_sharded_algorithms import assembled, assert_columns, assert_steps, shapes_of
 from tests.gloo.tiny_models import write_model
+from workers.policy import PolicyWorker
 
 LAYOUTS = ("2-2-1", "1-2-1 c=2", "1-1-4")
 VOCAB, WIDTH = 131, cases.WIDTH
@@ -53,7 +54,7 @@ def train(rank: int, folder: Path, batch: TensorDict) -> dict[str, Outcome]:
     found = {}
     for layout in LAYOUTS:
         run = run_on(layout, folder)
-        group = Group(run, "actor", TrainingActor, rank, folder)
+        group = Group(run, "actor", PolicyWorker, rank, folder)
         log_probs = group.collect("compute_log_probs", batch)
         group.restart(run)
         metrics = group.call("update", batch)

@@ -128,6 +128,7 @@ def test_the_committed_configurations_are_those_that_the_readme_names(
         "bench-small": (4, 699_328),
         "dapo": (4, None),
         "deepseek-v3": (512, 671_026_419_200),
+        "dpo": (4, None),
         "fp8-rollouts": (4, 408_704),
         "hybridflow-ppo": (8, 13_015_864_320),
         "distill": (4, 89_920),
@@ -137,6 +138,7 @@ def test_the_committed_configurations_are_those_that_the_readme_names(
         "planner-check": (4, 2_982_656),
         "qwen2.5-7b-8gpu": (8, 7_615_616_512),
         "qwen3-235b": (256, 235_093_634_560),
+        "sft": (2, 310_656),
         "smollm2": (6, 134_515_008),
     }
     assert sorted(path.stem for path in CONFIGS) == sorted(known | ON_THE_TASK)
@@ -148,7 +150,9 @@ def test_the_committed_configurations_are_those_that_the_readme_names(
             assert model_shape(config).num_parameters == num_parameters
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "hybridflow-ppo", "online-dpo", "safe-rlhf", "smollm2"])
+@pytest.mark.parametrize(
+    "name", ["arithmetic", "dpo", "hybridflow-ppo", "online-dpo", "safe-rlhf", "sft", "smollm2"]
+)
 def test_a_configuration_with_all_defaults_written_out_is_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +189,7 @@ def test_a_warmup_moves_the_starting_point(small: Path) -> None:
     assert config.model_folder == Path("runs/small/model")
     assert config.start_folder == Path("runs/small/warmup")
     assert {holder.folder for holder in model_holders(config)} == {config.start_folder}
-    assert config.demonstrations_file == Path("runs/small/data/demonstrations.jsonl")
+    assert config.demonstrations_file == Path("runs/small/data/train.jsonl")
 
 
 def test_overrides_reach_every_kind_of_value(small: Path) -> None:

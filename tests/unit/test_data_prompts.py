@@ -1,15 +1,13 @@
-"""Prompt and demonstration batches: their tokens, order and limits."""
+"""Prompt batches: their tokens, order and limits."""
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections import Counter
 
 import pytest
 
 from hybridengine.data import datasets
-from hybridengine.data.datasets import DemonstrationDataset, PromptDataset, prompts_digest, rows_after
+from hybridengine.data.datasets import PromptDataset, prompts_digest, rows_after
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from hybridengine.errors import DataError
 
@@ -78,14 +76,6 @@ def test_batches_of_other_sizes_go_on_where_those_before_have_ended(sizes: list[
     assert stream == [row for drawn in range(len(stream)) for row in rows_after(num_rows, 1, 3, drawn)]
 
 
-def test_a_resume_needs_only_the_step(path, tokenizer):
-    whole = DemonstrationDataset(path, tokenizer, 20, 5, seed=3)
-    seen = [whole.batch(step, 3)["row_ids"].tolist() for step in range(9)]
-    resumed = DemonstrationDataset(path, tokenizer, 20, 5, seed=3)
-    assert [resumed.batch(step, 3)["row_ids"].tolist() for step in (7, 5)] == [seen[7], seen[5]]
-    assert Counter(itertools.chain(*seen[:7])) == dict.fromkeys(range(7), 3)
-
-
 def test_the_digest_of_prompts_is_that_of_their_tokens(path, tmp_path, tokenizer):
     prompts = PromptDataset(path, tokenizer, 20)
     digest = prompts_digest(prompts, 1, [3, 4])
@@ -149,26 +139,3 @@ def test_a_text_that_cannot_fit_is_not_tokenised(tmp_path, monkeypatch):
         f"{tmp_path}/rows.jsonl, line 2: the prompt has 41 characters, max_prompt_tokens=20 holds at most 40; raise"
         " the limit or shorten the prompt"
     )
-    rows = [row | {"prompt": "1"} for row in rows]
-    with pytest.raises(
-        DataError, match="line 2: the response has 41 characters, max_response_tokens=20 holds"
-    ):
-        DemonstrationDataset(write(tmp_path, rows), strict, 30, 20)
-
-
-def test_demonstrations_follow_their_prompts(path, tokenizer):
-    data = DemonstrationDataset(path, tokenizer, max_prompt_tokens=12, max_response_tokens=5, seed=1)
-    batch = data.rows([6, 2])
-    assert batch["tokens"].shape == (2, 17)
-    for number, row in enumerate((ROWS[6], ROWS[2])):
-        prompt, response = int(batch["prompt_lengths"][number]), int(batch["response_lengths"][number])
-        tokens = batch["tokens"][number]
-        assert tokenizer.decode(tokens[:prompt]) == prompt_text(row)
-        assert tokenizer.decode(tokens[prompt : prompt + response]) == row["response"] + "<|im_end|>"
-        assert set(tokens[prompt + response :].tolist()) <= {tokenizer.pad_token_id}
-    assert data.batch(4, 3)["row_ids"].tolist() == rows_after(7, 3, 1, 12)
-
-
-def test_long_responses_are_named(path, tokenizer):
-    with pytest.raises(DataError, match=r"line 7: the response has 4 tokens .* max_response_tokens=3"):
-        DemonstrationDataset(path, tokenizer, 12, 3)

@@ -15,6 +15,7 @@ from hybridengine.data.row_files import read_rows
 from hybridengine.errors import DataError
 
 GOOD = {"prompt": "1 + 2 =", "answer": "3"}
+ANSWER = {"role": "assistant", "content": "3"}
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 + 2 ="}]
 
 
@@ -37,14 +38,29 @@ def test_jsonl_rows_keep_their_values(tmp_path):
 
 
 def test_a_parquet_file_gives_the_same_rows_as_jsonl(tmp_path):
-    rows = [{"prompt": CHAT, "answer": f"{n}", "response": f"r{n}"} for n in range(3)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    from_parquet = read_rows(tmp_path / "rows.parquet", needs_response=True)
-    from_jsonl = read_rows(write(tmp_path, *rows), needs_response=True)
-    assert [(r.prompt, r.answer, r.response) for r in from_parquet] == [
-        (r.prompt, r.answer, r.response) for r in from_jsonl
+    rows = [
+        {"prompt": CHAT, "answer": f"{n}", "response": f"r{n}", "chosen": f"c{n}", "rejected": ""}
+        for n in range(3)
     ]
-    assert from_parquet[2].place == f"{tmp_path}/rows.parquet, row 3"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    jsonl = write(tmp_path, *rows)
+    for kind in ("prompts", "demonstrations", "preferences"):
+        from_parquet, from_jsonl = read_rows(tmp_path / "rows.parquet", kind), read_rows(jsonl, kind)
+        assert [(r.prompt, r.answer, r.responses) for r in from_parquet] == [
+            (r.prompt, r.answer, r.responses) for r in from_jsonl
+        ]
+        assert from_parquet[2].place == f"{tmp_path}/rows.parquet, row 3"
+
+
+def test_parquet_files_of_conversations_have_null_where_rows_have_none(tmp_path):
+    rows = [
+        {"messages": [*CHAT, ANSWER], "prompt": None, "response": None},
+        {"messages": None, "prompt": "1", "response": "2"},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    conversation, single = read_rows(tmp_path / "rows.parquet", "demonstrations")
+    assert (conversation.prompt, list(conversation.later), conversation.responses) == (CHAT, [ANSWER], ())
+    assert (single.prompt, single.later, single.responses) == ("1", (), ("2",))
 
 
 @pytest.mark.parametrize(
@@ -104,15 +120,52 @@ def test_all_malformed_rows_are_reported_at_once_up_to_ten(tmp_path):
     assert str(pickle.loads(pickle.dumps(caught.value))) == text
 
 
-def test_a_missing_response_matters_only_for_demonstrations(tmp_path):
-    path = write(tmp_path, GOOD)
-    assert read_rows(path)[0].response is None
-    with pytest.raises(
-        DataError, match="line 1: response is missing; each row needs prompt, answer, response"
-    ):
-        read_rows(path, needs_response=True)
-    with pytest.raises(DataError, match="response=5 must be a string"):
-        read_rows(write(tmp_path, GOOD | {"response": 5}), needs_response=True)
+KEYS = "must be a row with prompt and response, or with messages alone; correct the row"
+ROLES = "must be a row whose messages begin with another role and end with the role 'assistant'"
+
+
+@pytest.mark.parametrize(
+    ("kind", "bad", "said"),
+    [
+        ("demonstrations", {"prompt": "1"}, KEYS),
+        ("demonstrations", {"response": "1"}, KEYS),
+        ("demonstrations", {"messages": [*CHAT, ANSWER], "response": "1"}, KEYS),
+        ("demonstrations", {"prompt": "1", "response": "2", "messages": [*CHAT, ANSWER]}, KEYS),
+        ("demonstrations", {"prompt": "1", "response": 5}, "response=5 must be a string"),
+        ("demonstrations", {"messages": CHAT}, ROLES),
+        ("demonstrations", {"messages": [ANSWER]}, ROLES),
+        ("demonstrations", {"messages": []}, ROLES),
+        (
+            "demonstrations",
+            {"messages": [{"role": "user"}]},
+            "messages.0.content is missing; each message needs",
+        ),
+        (
+            "preferences",
+            {"prompt": "1", "chosen": "2"},
+            "rejected is missing; each row needs prompt, chosen, rejected",
+        ),
+        (
+            "preferences",
+            {"prompt": "1", "chosen": "2", "rejected": "2"},
+            "whose chosen response is another than the",
+        ),
+    ],
+)
+def test_rows_with_wrong_responses_are_named_by_their_line(tmp_path, kind, bad, said):
+    good = GOOD | {"response": "3", "chosen": "3", "rejected": "4"}
+    with pytest.raises(DataError) as caught:
+        read_rows(write(tmp_path, good, bad, good), kind)
+    assert "rows.jsonl, line 2: " in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_a_response_matters_only_for_demonstrations_and_an_answer_only_for_prompts(tmp_path):
+    assert read_rows(write(tmp_path, GOOD))[0].responses == ()
+    row = {"prompt": "1", "response": "2"}
+    assert read_rows(write(tmp_path, row), "demonstrations")[0].responses == ("2",)
+    with pytest.raises(DataError, match="with the keys prompt and response, or messages"):
+        read_rows(write(tmp_path, b""), "demonstrations")
 
 
 def test_files_that_are_no_data_set(tmp_path):

@@ -25,21 +25,19 @@ def read(path):
 def test_files_hold_distinct_correct_problems_and_disjoint_held_out_ones(tmp_path):
     task = TaskSection(max_terms=5, max_digits=2, sloppy_fraction=0.3, seed=4, train_rows=400, eval_rows=100)
     paths = write_arithmetic_files(tmp_path / "new", task)
-    train, held_out, demonstrations = (read(paths[key]) for key in ("train", "held_out", "demonstrations"))
+    train, held_out = demonstrations, _ = read(paths["train"]), read(paths["held_out"])
     prompts = [row["prompt"] for row in train + held_out]
     assert (len(train), len(held_out), len(set(prompts))) == (400, 100, 500)
     for row in train + held_out:
         assert row["prompt"].endswith(" =")
         assert int(row["answer"]) == eval(row["prompt"][:-2])
     assert {len(prompt.split()) for prompt in prompts} == {6, 8, 10}
-    assert [(row["prompt"], row["answer"]) for row in demonstrations] == [
-        (row["prompt"], row["answer"]) for row in train
-    ]
     complete = [len(row["response"].split()) == len(row["prompt"].split()) // 2 - 1 for row in demonstrations]
     for row, is_complete in zip(demonstrations, complete, strict=True):
         terms = row["prompt"].split()[:-1]
         totals = [str(eval(" ".join(terms[: 2 * n + 1]))) for n in range(1, len(terms) // 2 + 1)]
         assert row["response"].split() == (totals if is_complete else totals[:-1])
+        assert (row["chosen"].split(), row["rejected"].split()) == (totals, totals[:-1])
     assert all(
         is_complete
         for row, is_complete in zip(demonstrations, complete, strict=True)

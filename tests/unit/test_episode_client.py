@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridengine.data.chat import Chat
 from hybridengine.data.tokenizer import TURN_END, build_arithmetic_tokenizer
-from hybridengine.episodes.chat import Chat
 from hybridengine.episodes.client import (
     Client,
     EpisodeError,

@@ -113,7 +113,21 @@ ASYNCHRONOUS_PPO = """
 9 generation.update_weights   6-8      rows
 """
 EXPECTED = {name: BEGIN.rstrip() + text for name, text in EXPECTED.items()}
-EXPECTED |= {"async_grpo": ASYNCHRONOUS, "async_ppo": ASYNCHRONOUS_PPO}
+OFFLINE = {
+    "sft": """
+0 prompts.training_prompts    -        prompts
+1 actor.update_supervised     0        prompts
+2 compute.measure             0        prompts
+""",
+    "dpo": """
+0 prompts.training_prompts    -        pairs
+1 reference.compute_log_probs 0        pairs
+2 actor.update_preferences    0,1      pairs
+3 compute.measure             0,1      pairs
+""",
+}
+"""Responses of the data: nothing is generated, scored or switched."""
+EXPECTED |= {"async_grpo": ASYNCHRONOUS, "async_ppo": ASYNCHRONOUS_PPO} | OFFLINE
 
 
 def parsed(text: str) -> list[tuple[str, tuple[int, ...], int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -46,6 +46,25 @@ def dpo_loss(
         smoothing: E. Mitchell, "A note on DPO with noisy preferences & relationship to IPO", 2023.
     """
     assert 0.0 <= label_smoothing < 0.5, f"label_smoothing={label_smoothing} must be at least 0 and below 0.5"
+
+    def losses(margin_N: Tensor) -> Tensor:
+        return -(1.0 - label_smoothing) * logsigmoid(margin_N) - label_smoothing * logsigmoid(-margin_N)
+
+    chosen_N, rejected_N = chosen_log_probs_N, rejected_log_probs_N
+    references = ref_chosen_log_probs_N, ref_rejected_log_probs_N
+    return _summed(chosen_N, rejected_N, *references, beta, keep_N, losses)
+
+
+def _summed(
+    chosen_log_probs_N: Tensor,
+    rejected_log_probs_N: Tensor,
+    ref_chosen_log_probs_N: Tensor,
+    ref_rejected_log_probs_N: Tensor,
+    beta: float,
+    keep_N: Tensor | None,
+    losses: Callable[[Tensor], Tensor],
+) -> SummedLoss:
+    """Return the sum over kept pairs of `losses` of their margins, with the statistics of `dpo_loss`."""
     kept_N = torch.ones_like(chosen_log_probs_N, dtype=torch.bool) if keep_N is None else keep_N
     columns = {
         "chosen_log_probs_N": chosen_log_probs_N,
@@ -58,8 +77,7 @@ def dpo_loss(
     chosen_reward_N = beta * (chosen_N - ref_chosen_N)
     rejected_reward_N = beta * (rejected_N - ref_rejected_N)
     margin_N = chosen_reward_N - rejected_reward_N
-    losses_N = -(1.0 - label_smoothing) * logsigmoid(margin_N) - label_smoothing * logsigmoid(-margin_N)
-    loss_sum = zero_masked(losses_N, kept_N).sum()
+    loss_sum = zero_masked(losses(margin_N), kept_N).sum()
     sums = {
         "actor/dpo_loss": loss_sum.detach().clone(),
         "actor/dpo_accuracy": (margin_N > 0).to(margin_N.dtype).sum(),
@@ -77,20 +95,39 @@ def preference_loss(
     actor: ActorSection,
     aggregation: Aggregation,
 ) -> SummedLoss:
-    """Return `dpo_loss` of rows in pairs, with the better response first: the default of online DPO's `algorithm.loss`.
+    """Return `dpo_loss` of rows in pairs, with the better response first: the default of `algorithm.loss` of DPO.
 
     The columns are `mask` and `ref_log_probs` [B, R], and `told` [B, R], False for both rows of an uninformative pair.
     """
+    pairs, keep_N = _pairs(log_probs_BR, columns), columns["told"][0::2, 0]
+    return dpo_loss(*pairs, algorithm.beta, algorithm.label_smoothing, keep_N)
+
+
+def ipo_loss(
+    log_probs_BR: Tensor,
+    columns: Mapping[str, Tensor],
+    algorithm: Any,
+    actor: ActorSection,
+    aggregation: Aggregation,
+) -> SummedLoss:
+    """Return the sum over pairs of (m/beta - 1/(2·beta))^2, with the margin m and the columns of `preference_loss`.
+
+    m/beta is the paper's h, of whole responses; it does not grow without a bound as in DPO, but towards 1/(2·beta).
+
+    Source: arXiv 2310.12036, equation 17, whose tau is beta.
+    """
+    beta = algorithm.beta
+
+    def losses(margin_N: Tensor) -> Tensor:
+        return (margin_N / beta - 0.5 / beta).square()
+
+    return _summed(*_pairs(log_probs_BR, columns), beta, columns["told"][0::2, 0], losses)
+
+
+def _pairs(log_probs_BR: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the log-probs of chosen and rejected responses, then those of the reference, [N] each."""
     own_B, reference_B = (
         sequence_log_probs(values_BR, columns["mask"])
         for values_BR in (log_probs_BR, columns["ref_log_probs"])
     )
-    return dpo_loss(
-        own_B[0::2],
-        own_B[1::2],
-        reference_B[0::2],
-        reference_B[1::2],
-        algorithm.beta,
-        algorithm.label_smoothing,
-        columns["told"][0::2, 0],
-    )
+    return own_B[0::2], own_B[1::2], reference_B[0::2], reference_B[1::2]

@@ -41,6 +41,7 @@ PHASES: Mapping[str, str] = {
     "cost_critic.update": "update_cost_critic",
     "actor.update": "update_actor",
     "actor.update_preferences": "update_actor",
+    "actor.update_supervised": "update_actor",
     "compute.measure": "statistics",
     "generation.update_weights": "update_weights",
     "actor.push_weights": "update_weights",
@@ -102,6 +103,7 @@ METHODS: Mapping[str, Method] = {
     "measure": Method(Work.HOST, numbers=4),
     "update": Method(Work.UPDATE, tokens=1, numbers=2),
     "update_preferences": Method(Work.UPDATE, tokens=1, numbers=1),
+    "update_supervised": Method(Work.UPDATE, tokens=1),
 }
 
 
