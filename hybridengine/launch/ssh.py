@@ -67,7 +67,8 @@ def parse_hosts(text: str | None, file: Path | None) -> tuple[str, ...]:
     else:
         assert file is not None, "argparse requires one of the two"
         try:
-            lines = [line.partition("#")[0].strip() for line in read_text(file).splitlines()]
+            text = read_text(file).removeprefix("\ufeff")  # as editors on Windows write it
+            lines = [line.partition("#")[0].strip() for line in text.splitlines()]
         except (FileNotFoundError, UnreadableError) as error:
             reason = f"{file} does not exist" if isinstance(error, FileNotFoundError) else error
             raise ConfigError(f"--hostfile {reason}; name a file with one host a line") from None
@@ -99,8 +100,10 @@ def launch(plan: SshLaunch, say: Callable[[str], None]) -> int:
         lost = nodes.lost
         if nodes.was_stopped or (status not in (NODE_LOST, SSH_FAILED) and not lost):
             return status
+        if not lost:
+            lost = hosts[:1]  # Ray has ended there, or has lost a node that ssh still reaches
         failed = list(dict.fromkeys([*failed, *lost]))
-        say(f"attempt {attempt + 1} has lost {listed(lost) or 'a node'}")
+        say(f"attempt {attempt + 1} has lost {listed(lost)}")
     raise WorkerError(
         f"{plan.retries + 1} attempts have lost nodes; see the output above, and start the launch again with other hosts,"
         " or with more --retries"

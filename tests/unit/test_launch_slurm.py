@@ -365,3 +365,11 @@ def test_a_time_limit_that_slurm_does_not_take_is_refused(
 ) -> None:
     assert main(["launch", "slurm", "configs/arithmetic.yaml", f"--time={limit}"]) == 2
     assert f"{limit!r} is no time limit of SLURM; write minutes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["lots", "-1", "500 G", "1.5T"])
+def test_a_size_of_memory_that_slurm_does_not_take_is_refused(
+    size: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "slurm", "configs/arithmetic.yaml", f"--mem={size}"]) == 2
+    assert f"{size!r} is no size of memory of SLURM; write megabytes" in capsys.readouterr().err
