@@ -113,7 +113,12 @@ def _follow(task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[
     found = reached(head["addresses"], head["port"], head["secret"])
     ways = {theirs: own for theirs, own in found.items() if own in allowed}
     meeting.write(f"node-{task.index}.json", ways=ways)
-    ray = meeting.wait({RAY: task.hosts[0]}, deadline, "Ray on the first node", check=stopping.check)[RAY]
+    try:
+        ray = meeting.wait({RAY: task.hosts[0]}, deadline, "Ray on the first node", check=stopping.check)[RAY]
+    except LaunchEnded as end:
+        if ways:
+            raise
+        raise WorkerError(str(end)) from None  # because this node is cut off
     own = ways[ray["node"]]
     with RayNode(
         own,
