@@ -1,8 +1,8 @@
 """Runs recipes of configs/recipes and compares their rewards with the expected curves (docs/how-to/recipes.md).
 
-    python scripts/check_recipes.py                           all recipes, one after another
-    python scripts/check_recipes.py sums --seed 1 --update    make a run of one recipe part of its expected curve
-    python scripts/check_recipes.py --draw                    draw docs/images/recipes.svg from the expected curves
+    python -m scripts.check_recipes                           all recipes, one after another
+    python -m scripts.check_recipes sums --seed 1 --update    make a run of one recipe part of its expected curve
+    python -m scripts.check_recipes --draw                    draw docs/images/recipes.svg from the expected curves
 
 The exit status is 0 if all runs are as expected, 1 if one is not or has failed, and 2 for wrong arguments.
 """
@@ -22,7 +22,18 @@ import psutil
 
 from hybridengine.config import load_config
 from hybridengine.errors import HybridEngineError
-from scripts.recipe_curves import Part, SeedRun, compare, draw, read_curve, read_run, with_run, write_curve
+from hybridengine.training.files import convert_gguf
+from scripts.recipe_curves import (
+    Part,
+    SeedRun,
+    compare,
+    draw,
+    page_table,
+    read_curve,
+    read_run,
+    with_run,
+    write_curve,
+)
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "configs" / "recipes"
@@ -41,11 +52,15 @@ def recipe_names() -> list[str]:
 def train(name: str, seed: int, folder: Path) -> SeedRun:
     """Run a recipe; return its curve. Raises DataError if it failed."""
     os.chdir(ROOT)  # paths of configurations begin there
-    changes = [f"run.seed={seed}", f"run.folder={folder}", f"run.name={name}-seed{seed}"]
+    changes = [
+        f"run.seed={seed}",
+        f"run.folder={folder}",
+        f"run.name={name}-seed{seed}",
+        *_converted(name, folder),
+    ]
     config = load_config(RECIPES / f"{name}.yaml", changes)
     shutil.rmtree(config.run_folder, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "hybridengine", "train", f"{RECIPES / name}.yaml", *changes]
+    command = [sys.executable, "-m", "hybridengine.cli.main", "train", f"{RECIPES / name}.yaml", *changes]
     start = time.monotonic()
     with (folder / f"{config.run.name}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -61,6 +76,14 @@ def train(name: str, seed: int, folder: Path) -> SeedRun:
         wall_s=round(time.monotonic() - start),
         cpu_s=round(cpu_s),
     )
+
+
+def _converted(name: str, folder: Path) -> list[str]:
+    """Convert a recipe's GGUF file once for all runs in a folder; return the changes that name the converted model."""
+    config = load_config(RECIPES / f"{name}.yaml", [f"run.folder={folder}", "run.name=converted"])
+    config.run_folder.mkdir(parents=True, exist_ok=True)
+    convert_gguf(config)
+    return ["model.gguf=null", "model.hf_config=null", f"model.path={config.model_folder}"]
 
 
 def _cpu_seconds(process: subprocess.Popen[bytes]) -> float:
@@ -127,10 +150,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("recipes", nargs="*", metavar="NAME", help="recipes to run; all by default")
-    parser.add_argument("--seed", type=int, default=1000, help="seed of the runs (default: 1000, of no curve)")
+    parser.add_argument(
+        "--seed", type=int, default=1000, help="seed of the runs (default: 1000, of no curve)"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "recipes", help="folder of the runs")
-    parser.add_argument("--update", action="store_true", help="add the runs to the expected curves, compare nothing")
-    parser.add_argument("--draw", action="store_true", help="only draw the picture of the expected curves")
+    parser.add_argument(
+        "--update", action="store_true", help="add the runs to the expected curves, compare nothing"
+    )
+    parser.add_argument("--draw", action="store_true", help="only draw and print the expected curves")
     options = parser.parse_args(arguments)
     names = options.recipes or recipe_names()
     if unknown := sorted({*names} - {*recipe_names()}):
@@ -139,8 +166,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.draw:
         fits = [check(name, options.seed, options.folder.resolve(), options.update) for name in names]
     if options.draw or options.update:
-        curves = {name: read_curve(CURVES / f"{name}.json") for name in recipe_names()}
-        draw({name: runs for name, runs in curves.items() if runs}, PICTURE)
+        curves = {file.stem: read_curve(file) for file in sorted(CURVES.glob("*.json"))}
+        draw(curves, PICTURE)
+        print(page_table(curves))
     return 0 if all(fits) else 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -63,12 +64,17 @@ def read_run(folder: Path, num_steps: int) -> tuple[tuple[float, ...], tuple[flo
     rewards = [rows.get(step, {}).get(REWARD) for step in range(1, num_steps + 1)]
     held_out = [rows.get(step, {}).get(HELD_OUT) for step in (0, num_steps)]
     if missing := [step for step in range(num_steps + 1) if step not in rows]:
-        raise DataError(f"{folder} has no row of step {missing[0]} of {num_steps}; the run ended early: see its log")
+        raise DataError(
+            f"{folder} has no row of step {missing[0]} of {num_steps}; the run ended early: see its log"
+        )
     for key, values, start in ((REWARD, rewards, 1), (HELD_OUT, held_out, 0)):
         if None in values:
             step = start + values.index(None) if key == REWARD else (0, num_steps)[values.index(None)]
             raise DataError(f"{folder}: {key} of step {step} is not a number; see the run's log")
-    return tuple(float(x) for x in rewards if x is not None), (float(held_out[0] or 0), float(held_out[1] or 0))
+    return tuple(float(x) for x in rewards if x is not None), (
+        float(held_out[0] or 0),
+        float(held_out[1] or 0),
+    )
 
 
 def read_curve(file: Path) -> list[SeedRun]:
@@ -109,16 +115,20 @@ def with_run(runs: Sequence[SeedRun], new: SeedRun) -> list[SeedRun]:
 def compare(rewards: Sequence[float], runs: Sequence[SeedRun]) -> list[Part]:
     """Return the parts of a new run beside those of a curve of at least two runs.
 
-    The tolerance is half of the prediction interval of one more run: Student's quantile times s·sqrt(1 + 1/k), for k runs.
-    s is their standard deviation around the mean of each part, pooled over the parts, and at least that of independent
+    The tolerance is half of the prediction interval of one more run: Student's quantile times s·sqrt(1 + 1/k). s is the k
+    runs' standard deviation around the mean of each part, pooled over the parts, and at least that of independent
     responses that are right or wrong. The level is divided by the number of parts (Bonferroni).
     """
     if len(runs) < 2:
-        raise DataError(f"the curve has {len(runs)} run(s), and a spread takes two; record more with --update")
+        raise DataError(
+            f"the curve has {len(runs)} run(s), and a spread takes two; record more with --update"
+        )
     if len(rewards) != len(runs[0].rewards):
-        raise DataError(f"the run has {len(rewards)} steps and the curve {len(runs[0].rewards)}; record it again")
+        raise DataError(
+            f"the run has {len(rewards)} steps and the curve {len(runs[0].rewards)}; record it again"
+        )
     bounds = [len(rewards) * part // NUM_PARTS for part in range(NUM_PARTS + 1)]
-    spans = [*zip(bounds, bounds[1:], strict=False)]
+    spans = [*itertools.pairwise(bounds)]
     means = [[fmean(run.rewards[first:last]) for run in runs] for first, last in spans]
     freedom = NUM_PARTS * (len(runs) - 1)
     pooled = sum((one - fmean(part)) ** 2 for part in means for one in part) / freedom
@@ -130,6 +140,24 @@ def compare(rewards: Sequence[float], runs: Sequence[SeedRun]) -> list[Part]:
         deviation = math.sqrt(max(pooled, chance) * (1 + 1 / len(runs)))
         parts.append(Part(first + 1, last, fmean(rewards[first:last]), expected, quantile * deviation))
     return parts
+
+
+def page_table(curves: Mapping[str, Sequence[SeedRun]]) -> str:
+    """Return the page's table: rewards of the first and last quarter with their ranges, held-out scores, time."""
+    lines = [
+        "| recipe | seeds | reward, first quarter | reward, last quarter | held-out score | processor time |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, runs in sorted(curves.items()):
+        size = len(runs[0].rewards) // NUM_PARTS
+        parts = [[fmean(run.rewards[part]) for run in runs] for part in (slice(size), slice(-size, None))]
+        first, last = (f"{fmean(part):.2f} ({min(part):.2f} to {max(part):.2f})" for part in parts)
+        before, after = (fmean(run.held_out[end] for run in runs) for end in (0, 1))
+        minutes = fmean(run.cpu_s for run in runs) / 60
+        lines.append(
+            f"| `{name}` | {len(runs)} | {first} | {last} | {before:.2f} -> {after:.2f} | {minutes:.0f} min |"
+        )
+    return "\n".join(lines)
 
 
 def draw(curves: Mapping[str, Sequence[SeedRun]], file: Path) -> None:
@@ -149,7 +177,11 @@ def draw(curves: Mapping[str, Sequence[SeedRun]], file: Path) -> None:
                 ends = [part.first - 0.5, part.last + 0.5]
                 axes.plot(ends, [part.expected] * 2, color=INK, linewidth=0.8)
                 axes.fill_between(
-                    ends, part.expected - part.tolerance, part.expected + part.tolerance, color=INK, alpha=0.08
+                    ends,
+                    part.expected - part.tolerance,
+                    part.expected + part.tolerance,
+                    color=INK,
+                    alpha=0.08,
                 )
             panel(axes, name, "step", "mean reward")
         for axes in [*grid]:
