@@ -1,7 +1,7 @@
 """Runs recipes of configs/recipes and compares their rewards with the expected curves (docs/how-to/recipes.md).
 
     python -m scripts.check_recipes                           all recipes, one after another
-    python -m scripts.check_recipes sums --seed 1 --update    make a run of one recipe part of its expected curve
+    python -m scripts.check_recipes bits --seed 1 --update    make a run of one recipe part of its expected curve
     python -m scripts.check_recipes --draw                    draw docs/images/recipes.svg from the expected curves
 
 The exit status is 0 if all runs are as expected, 1 if one is not or has failed, and 2 for wrong arguments.
@@ -22,7 +22,6 @@ import psutil
 
 from hybridengine.config import load_config
 from hybridengine.errors import HybridEngineError
-from hybridengine.training.files import convert_gguf
 from scripts.recipe_curves import (
     Part,
     SeedRun,
@@ -81,8 +80,11 @@ def train(name: str, seed: int, folder: Path) -> SeedRun:
 def _converted(name: str, folder: Path) -> list[str]:
     """Convert a recipe's GGUF file once for all runs in a folder; return the changes that name the converted model."""
     config = load_config(RECIPES / f"{name}.yaml", [f"run.folder={folder}", "run.name=converted"])
-    config.run_folder.mkdir(parents=True, exist_ok=True)
-    convert_gguf(config)
+    if not (config.model_folder / "model.safetensors").exists():
+        from hybridengine.training.files import convert_gguf  # with torch, which takes seconds
+
+        config.run_folder.mkdir(parents=True, exist_ok=True)
+        convert_gguf(config)
     return ["model.gguf=null", "model.hf_config=null", f"model.path={config.model_folder}"]
 
 
