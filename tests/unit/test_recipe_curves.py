@@ -13,7 +13,16 @@ import pytest
 from hybridengine.config import load_config, model_shape
 from hybridengine.errors import DataError
 from scripts import check_recipes
-from scripts.recipe_curves import SeedRun, compare, draw, read_curve, read_run, with_run, write_curve
+from scripts.recipe_curves import (
+    SeedRun,
+    compare,
+    draw,
+    page_table,
+    read_curve,
+    read_run,
+    with_run,
+    write_curve,
+)
 
 ROOT = Path(__file__).parents[2]
 NAMES = check_recipes.recipe_names()
@@ -69,6 +78,13 @@ def test_committed_curves_are_of_their_recipes(file: Path, monkeypatch: pytest.M
     if len(runs) > 1:
         for run in runs:
             assert all(part.fits for part in compare(run.rewards, runs)), "a curve contains its own runs"
+
+
+def test_the_page_has_the_curves_that_are_committed() -> None:
+    page = (ROOT / "docs/how-to/recipes.md").read_text()
+    table = page_table({file.stem: read_curve(file) for file in CURVES})
+    assert table in page, f"replace the table of docs/how-to/recipes.md by:\n{table}"
+    assert all(f"| `{name}` | `" in page for name in NAMES)
 
 
 def test_the_tolerance_is_half_of_the_prediction_interval() -> None:
