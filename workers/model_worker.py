@@ -118,7 +118,8 @@ class TrainedWorker(ModelWorker):
     def start_optimizer(self) -> None:
         """Start the run's optimizer with fresh state; its updates are counted from now on."""
         section, self._updates = self.section, 0
-        steps = self.run.run.steps * section.ppo_epochs * section.mini_batches
+        iterations = self.run.run.steps + 1 - self.run.algorithm.first_update(self.context.role)
+        steps = iterations * section.ppo_epochs * section.mini_batches
         self.trainer.start_optimizer(section.optimizer, steps, section.offload)
 
     @register(ONE_TO_ALL)

@@ -6,21 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hybridengine.drivers.sft import Sft
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from hybridengine.algorithms.losses.aggregation import PER_TOKEN, Aggregation, SummedLoss
+from hybridengine.algorithms.losses.distillation import teacher_loss
 from hybridengine.algorithms.losses.policy import entropy_bonus, kl_loss
 from hybridengine.backends.megatron.weights import save_weights
 from hybridengine.backends.predictions import Predictions
 from hybridengine.config import RunConfig
 from hybridengine.config.algorithm import Algorithm
 from hybridengine.config.loss_sections import COVARIANCE_LOSSES
+from hybridengine.drivers.sft import Sft
 from hybridengine.errors import ConfigError, ProtocolError
 from hybridengine.importing import import_object
 from hybridengine.rows.batch import columns_of
-from hybridengine.rows.micro_batches import RESPONSE_MASK, ROUTES, SEQUENCE_COLUMNS
+from hybridengine.rows.micro_batches import RESPONSE_MASK, ROUTES, SEQUENCE_COLUMNS, TEACHER_COLUMNS
 from hybridengine.rows.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
 from hybridengine.rows.supports import SUPPORTS
 from workers.model_worker import TrainedWorker
@@ -111,7 +112,7 @@ class PolicyWorker(TrainedWorker):
         [*SEQUENCE_COLUMNS, "log_probs", "advantages"],
         optional=[
             *("keep", "trained", "versions", *LOSS_COLUMNS),
-            *(RESPONSE_MASK, ROUTES, SUPPORTS, ROW_NUMBERS),
+            *(RESPONSE_MASK, ROUTES, SUPPORTS, ROW_NUMBERS, *TEACHER_COLUMNS),
         ],
     )
     def update(
@@ -120,7 +121,8 @@ class PolicyWorker(TrainedWorker):
         """Update the policy with the algorithm's loss, entropy bonus and KL loss; return metrics on the last stage.
 
         Reads a rollout with `log_probs` and `advantages` [B, R], and optionally rows to `keep` [B], tokens that are
-        `trained` [B, R], `weights` [B, R] of the rollout correction, `ref_log_probs` and `covariant` [B, R].
+        `trained` [B, R], `weights` [B, R] of the rollout correction, `ref_log_probs` and `covariant` [B, R]. With
+        `TEACHER_COLUMNS` [B, R, K], the divergence from the teacher is a loss as well.
 
         Args:
             version: version of the weights before the update, for rows with the `versions` [B, R] that drew them.
@@ -154,6 +156,10 @@ class PolicyWorker(TrainedWorker):
             if section.kl_loss_coef:
                 settings = section.kl_loss_coef, section.kl_loss_estimator, aggregation
                 total = total + kl_loss(log_probs, columns["ref_log_probs"], mask, *settings)
+            if {*TEACHER_COLUMNS} <= columns.keys():
+                ids, teacher = (columns[name] for name in TEACHER_COLUMNS)
+                own = output.log_probs_of(ids, self.run.temperature)
+                total = total + teacher_loss(own, teacher, mask, aggregation)
             return total.loss_sum, aggregation.count(mask).int(), (total.stats, int(mask.sum()))
 
         return self.update_rows(

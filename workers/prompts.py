@@ -70,12 +70,14 @@ class PromptWorker:
         self._begin_step, self._begin_drawn = step, prompts_drawn
 
     @register(PROTO_3D, [ROW_NUMBERS], returns_rows=True)
-    def training_prompts(self, rows: TensorDictBase, step: int) -> TensorDict:
+    def training_prompts(self, rows: TensorDictBase, step: int, num_more: int = 0) -> TensorDict:
         """Return the rows of a step (from 1): `prompt_tokens` [B, P], `prompt_lengths`, `row_ids` [B], `answers`; for an
         offline algorithm the columns of a `ResponseDataset`.
+
+        Before the step, `num_more` prompts were drawn beyond one batch for each step.
         """
         batch_size, data = self._run.data.batch_size, self._reader.training_rows
-        num_drawn = self._begin_drawn + (step - 1 - self._begin_step) * batch_size
+        num_drawn = self._begin_drawn + (step - 1 - self._begin_step) * batch_size + num_more
         row_ids = rows_after(len(data), batch_size, self._run.run.seed, num_drawn)
         return data.rows(_sequences(rows, row_ids, data.unit))
 

@@ -5,6 +5,8 @@ Shapes: B rows, T positions, b and t those of a micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
@@ -62,9 +64,11 @@ def _drawn(predictions_bt: Predictions, targets_bt: Tensor, seeds_bt: Tensor) ->
     return drawn
 
 
-def check_tokens(batch: TensorDictBase, vocab_size: int) -> None:
-    """Raise DataError for tokens or targets that the model does not have."""
-    for name in ("tokens", "targets"):
+def check_tokens(
+    batch: TensorDictBase, vocab_size: int, columns: Sequence[str] = ("tokens", "targets")
+) -> None:
+    """Raise DataError for tokens in these columns that the model does not have."""
+    for name in columns:
         low, high = (int(bound) for bound in batch[name].aminmax())
         if low < 0 or high >= vocab_size:
             raise DataError(

@@ -42,8 +42,8 @@ class Places:
         return whole.view(*self.shape, *values_N.shape[1:])
 
     def of(self, values_BR: Tensor) -> Tensor:
-        """Return the values of this rank's entries, [N]."""
-        return values_BR.flatten()[self.entries_N]
+        """Return the values of this rank's entries, [N, ...]."""
+        return values_BR.flatten(0, len(self.shape) - 1)[self.entries_N]
 
     def __getitem__(self, index: Any) -> tuple[Places, Tensor]:
         """Return the places of a selection of the entries, such as `[:, :-1]`, and the indices of its outputs among N."""

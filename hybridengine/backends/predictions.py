@@ -4,7 +4,7 @@ The group of the shards is explicit: Megatron-core's vocab-parallel cross entrop
 support padding. Logits exist for a block of tokens at a time, in the forward and in the backward pass, as in the fused
 linear cross entropy of Liger Kernel (arXiv 2410.10989, section 3.2), here with a sharded vocabulary and entropies.
 
-Shapes: B (b) rows, T (t) positions, H hidden size, W = padded vocabulary / t, N = B·T.
+Shapes: B (b) rows, T (t) positions, H hidden size, W = padded vocabulary / t, N = B·T, K tokens of a position.
 """
 
 from __future__ import annotations
@@ -57,29 +57,40 @@ class Predictions:
         A tensor of temperatures is broadcast to the targets. With `supports` [B, T], the softmax is over these tokens
         alone, which include the target. Positions without a prediction, such as those beyond a row's end, have zeros.
         """
-        temperatures = torch.as_tensor(temperature, dtype=torch.float32, device=targets_BT.device)
-        log_probs_N, entropies_N = _LogProbs.apply(
+        log_probs_BT1, entropies_BT = self._log_probs(targets_BT.unsqueeze(-1), temperature, supports)
+        return log_probs_BT1.squeeze(-1), entropies_BT
+
+    def log_probs_of(self, ids_BTK: Tensor, temperature: float = 1.0) -> Tensor:
+        """Return the log-probability of each of K tokens at each position, [B, T, K] float32, as `log_probs` does."""
+        return self._log_probs(ids_BTK, temperature)[0]
+
+    def _log_probs(
+        self, ids_BTK: Tensor, temperature: float | Tensor, supports: Supports | None = None
+    ) -> tuple[Tensor, Tensor]:
+        temperatures = torch.as_tensor(temperature, dtype=torch.float32, device=ids_BTK.device)
+        log_probs_NK, entropies_N = _LogProbs.apply(
             self.hidden_NH,
             self.weight_WH,
-            self.places.of(targets_BT),
-            self.places.of(temperatures.expand_as(targets_BT)).unsqueeze(-1),
+            self.places.of(ids_BTK),
+            self.places.of(temperatures.expand(ids_BTK.shape[:-1])).unsqueeze(-1),
             self.vocab_size,
             self.group,
             None if supports is None else supports.at(self.places),
         )
-        return self.places.spread(log_probs_N), self.places.spread(entropies_N)
+        return self.places.spread(log_probs_NK), self.places.spread(entropies_N)
 
-    def most_likely(self, count: int) -> tuple[Tensor, Tensor]:
+    def most_likely(self, count: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return (ids, log-probabilities) of the most likely tokens, both [B, T, count], the most likely first.
 
-        Not differentiable. `count` is at most the size of the vocabulary.
+        Not differentiable. `count` is at most the size of the vocabulary; the log-probabilities are of
+        softmax(logits / temperature).
         """
         hidden_NH, weight_WH = self.hidden_NH.detach(), self.weight_WH.detach()
         ids, log_probs = (
             hidden_NH.new_empty(len(hidden_NH), count, dtype=dtype) for dtype in (torch.int64, torch.float32)
         )
         for rows, (logits,) in _blocks(hidden_NH, weight_WH, num_buffers=1):
-            logits = _logits(hidden_NH[rows], weight_WH, logits)
+            logits = _logits(hidden_NH[rows], weight_WH, logits).div_(temperature)
             ids[rows], log_probs[rows] = most_likely(logits, count, self.vocab_size, self.group)
         return self.places.spread(ids), self.places.spread(log_probs)
 
@@ -137,7 +148,7 @@ class _LogProbs(torch.autograd.Function):
         ctx: Any,
         hidden_NH: Tensor,
         weight_WH: Tensor,
-        targets_N: Tensor,
+        targets_NK: Tensor,
         temperature_N1: Tensor,
         vocab_size: int,
         group: dist.ProcessGroup,
@@ -146,18 +157,19 @@ class _LogProbs(torch.autograd.Function):
         num_tokens, width = len(hidden_NH), len(weight_WH)
         first = group.rank() * width
         weight_VH = weight_WH[: max(0, min(width, vocab_size - first))]
-        local_N = targets_N - first
-        here_N = (local_N >= 0) & (local_N < len(weight_VH))
-        column_N1 = local_N.clamp(0, max(0, len(weight_VH) - 1)).unsqueeze(-1)
-        largest_N, (total_N, weighted_N, target_N) = (
+        local_NK = targets_NK - first
+        here_NK = (local_NK >= 0) & (local_NK < len(weight_VH))
+        column_NK = local_NK.clamp(0, max(0, len(weight_VH) - 1))
+        largest_N, (total_N, weighted_N), target_NK = (
             hidden_NH.new_full((num_tokens,), torch.finfo(torch.float32).min, dtype=torch.float32),
-            hidden_NH.new_zeros(3, num_tokens, dtype=torch.float32),
+            hidden_NH.new_zeros(2, num_tokens, dtype=torch.float32),
+            hidden_NH.new_zeros(column_NK.shape, dtype=torch.float32),
         )
         drawable = _Drawable(supports, first, len(weight_VH), vocab_size)
         for rows, (logits, other) in _blocks(hidden_NH, weight_VH, num_buffers=2):
             scaled = _logits(hidden_NH[rows], weight_VH, logits).div_(temperature_N1[rows])
             drawable.mask_(scaled, rows)
-            target_N[rows] = scaled.gather(-1, column_N1[rows]).squeeze(-1)
+            target_NK[rows] = scaled.gather(-1, column_NK[rows])
             largest_N[rows] = scaled.amax(-1)
             scaled -= largest_N[rows].unsqueeze(-1)
             exponentials = torch.exp(scaled, out=other)
@@ -169,35 +181,38 @@ class _LogProbs(torch.autograd.Function):
             dist.all_reduce(largest_N, op=dist.ReduceOp.MAX, group=group)
             shift_N = own_N - largest_N
             factor_N = shift_N.exp()
+            targets_NK = (target_NK - largest_N.unsqueeze(-1)).masked_fill_(~here_NK, 0.0)
             sums = torch.stack(
-                [total_N * factor_N, (weighted_N + shift_N * total_N) * factor_N, target_N - largest_N]
+                [total_N * factor_N, (weighted_N + shift_N * total_N) * factor_N, *targets_NK.T]
             )
-            sums[2].masked_fill_(~here_N, 0.0)
             dist.all_reduce(sums, group=group)
-            total_N, weighted_N, target_N = sums
+            total_N, weighted_N, target_NK = sums[0], sums[1], sums[2:].T
         else:
-            target_N = target_N - largest_N
+            target_NK = target_NK - largest_N.unsqueeze(-1)
         log_total_N, mean_N = total_N.log(), weighted_N / total_N
         ctx.save_for_backward(
-            hidden_NH, weight_WH, temperature_N1, largest_N, log_total_N, mean_N, column_N1, here_N
+            hidden_NH, weight_WH, temperature_N1, largest_N, log_total_N, mean_N, column_NK, here_NK
         )
         ctx.num_valid, ctx.drawable = len(weight_VH), drawable
         ctx.set_materialize_grads(False)
-        return target_N - log_total_N, log_total_N - mean_N
+        return target_NK - log_total_N.unsqueeze(-1), log_total_N - mean_N
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad_log_probs: Tensor | None, grad_entropies: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_WH, temperature_N1, largest_N, log_total_N, mean_N, column_N1, here_N = (
+        hidden_NH, weight_WH, temperature_N1, largest_N, log_total_N, mean_N, column_NK, here_NK = (
             ctx.saved_tensors
         )
         weight_VH = weight_WH[: ctx.num_valid]
         for_hidden, for_weight = ctx.needs_input_grad[:2]
-        by_log_prob_N1, by_entropy_N1 = (
-            torch.zeros_like(temperature_N1) if grad is None else grad.reshape(-1, 1) / temperature_N1
-            for grad in (grad_log_probs, grad_entropies)
+        by_target_NK, by_entropy_N1 = (
+            like.new_zeros(like.shape, dtype=torch.float32)
+            if grad is None
+            else grad.view_as(like) / temperature_N1
+            for grad, like in ((grad_log_probs, column_NK), (grad_entropies, temperature_N1))
         )
+        by_log_prob_N1 = by_target_NK.sum(-1, keepdim=True)
         grad_hidden_NH = torch.zeros_like(hidden_NH)
         grad_weight_WH = torch.zeros_like(weight_WH, dtype=torch.float32) if for_weight else None
         num_buffers = 1 if grad_entropies is None else 2
@@ -216,7 +231,7 @@ class _LogProbs(torch.autograd.Function):
                     .mul_(by_entropy_N1[rows])
                     .add_(by_log_prob_N1[rows])
                 )
-            grad.neg_().scatter_add_(-1, column_N1[rows], by_log_prob_N1[rows] * here_N[rows].unsqueeze(-1))
+            grad.neg_().scatter_add_(-1, column_NK[rows], by_target_NK[rows] * here_NK[rows])
             grad = grad.to(hidden_NH.dtype)
             if for_hidden:
                 grad_hidden_NH[rows] = grad @ weight_VH

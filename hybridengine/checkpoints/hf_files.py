@@ -12,7 +12,7 @@ import json
 import math
 import shutil
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -37,6 +37,7 @@ from hybridengine.models.checkpoint_files import (
 )
 from hybridengine.models.shapes import EMBEDDING, LM_HEAD, SCORE_HEAD, ModelShape
 from hybridengine.reshard.boxes import Box
+from hybridengine.reshard.layout import LocalParameter
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Names of types in safetensors files."""
@@ -85,6 +86,30 @@ class SafetensorsFolder:
                 " where it came, or use another checkpoint"
             )
         return found
+
+
+def read_parameters(
+    folder: str | Path,
+    parameters: Iterable[LocalParameter],
+    weights: Mapping[str, Tensor],
+    may_lack: Container[str] = (),
+) -> None:
+    """Fill parameters of a rank from a checkpoint folder, of which only their boxes are read.
+
+    Tensors in `may_lack` stay zero if there are none. Raises CheckpointError if the checkpoint lacks another, is damaged,
+    or has non-finite weights.
+    """
+    files = SafetensorsFolder(folder)
+    for parameter in parameters:
+        target = weights[parameter.name]
+        target.zero_()
+        for piece in parameter.pieces:
+            if piece.tensor in files:
+                target[piece.index].copy_(files.read(piece.tensor, piece.box))
+            elif piece.tensor not in may_lack:
+                raise CheckpointError(
+                    f"{folder} has no tensor {piece.tensor}, which {parameter.name} needs; use a complete checkpoint"
+                )
 
 
 def check_weights(folder: Path) -> ModelShape:

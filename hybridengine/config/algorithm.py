@@ -8,7 +8,7 @@ import json
 import re
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import BeforeValidator, SerializeAsAny, model_validator
 
@@ -26,7 +26,7 @@ from hybridengine.importing import import_object
 
 RowsKind = Literal["prompts", "demonstrations", "preferences"]
 """Rows of a data file: prompts alone, with a response to imitate, or with a chosen and a rejected response."""
-Role = Literal["actor", "generation", "critic", "cost_critic", "reference", "reward", "cost"]
+Role = Literal["actor", "generation", "critic", "cost_critic", "reference", "teacher", "reward", "cost"]
 """A role of a dataflow, by name: a model, or engines with the actor's weights on ranks of their own (`generation`)."""
 
 ALGORITHMS = {
@@ -38,6 +38,7 @@ ALGORITHMS = {
     "reinforce_plus_plus": "hybridengine.drivers.reinforce_plus_plus:ReinforcePlusPlus",
     "safe_rlhf": "hybridengine.drivers.safe_rlhf:SafeRlhf",
     "online_dpo": "hybridengine.drivers.online_dpo:OnlineDpo",
+    "distill": "hybridengine.drivers.distill:Distill",
     "sft": "hybridengine.drivers.sft:Sft",
     "dpo": "hybridengine.drivers.dpo:Dpo",
     "async_grpo": "hybridengine.drivers.async_grpo:AsyncGrpo",
@@ -167,6 +168,19 @@ class Algorithm(Section):
     def needs_on_policy(self) -> str | None:
         """Reason why every row must be drawn from the weights that are trained next; None if older rows are corrected."""
         return None
+
+    def first_update(self, role: str) -> int:
+        """Return the number of the first iteration that updates a trained role."""
+        return 1
+
+    @property
+    def num_rounds(self) -> int:
+        """Largest number of times that an iteration draws responses to as many prompts as it trains."""
+        return 1
+
+    def traced(self) -> Self:
+        """Return the algorithm whose iterations make the usual calls and update all roles, which the planner traces."""
+        return self
 
     @abstractmethod
     def step(self, roles: Any, sampling: Any, state: dict[str, float]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +9,13 @@ from pathlib import Path
 from hybridengine.config.algorithm import Conflict, Role
 from hybridengine.config.episode_checks import episode_conflicts
 from hybridengine.config.generation_checks import generation_conflicts
+from hybridengine.config.judge_checks import judge_conflicts
 from hybridengine.config.loss_checks import loss_conflicts
 from hybridengine.config.model_checks import model_conflicts, paths_hint
-from hybridengine.config.reward_sections import RewardSection, ScorerSection, scorer_key
+from hybridengine.config.reward_checks import reward_conflicts
 from hybridengine.config.rollout_checks import rollout_conflicts
 from hybridengine.config.row_checks import row_conflicts
-from hybridengine.config.run_config import TRAINED, RunConfig, model_holders, ranks_key, reward_sections
+from hybridengine.config.run_config import TRAINED, RunConfig, model_holders, ranks_key
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.models.presets import find_preset
 from hybridengine.topology.sizes import TrainSizes
@@ -50,7 +50,7 @@ def find_conflicts(
     found = [
         *_sources(config),
         *_algorithm(config),
-        *_scorers(config),
+        *reward_conflicts(config),
         *_pools(config),
         *generation_conflicts(config),
         *episode_conflicts(config),
@@ -61,7 +61,7 @@ def find_conflicts(
     found += [*row_conflicts(config), *_schedules(config)]
     if not dry_run:
         found += _files(config)
-    found += model_conflicts(config, dry_run)
+    found += [*model_conflicts(config, dry_run), *judge_conflicts(config, dry_run)]
     if serves:
         found = [one for one in found if all(key.startswith(SERVED) for key in one.keys)]
         found += _served_pools(config)
@@ -162,73 +162,6 @@ def _algorithm(config: RunConfig) -> Iterator[Conflict]:
     yield from algorithm.conflicts(config)
 
 
-def _scorers(config: RunConfig) -> Iterator[Conflict]:
-    """Yield keys that require one another, and unused keys."""
-    for name, section in reward_sections(config).items():
-        for term, scorer in section.scorers.items():
-            yield from _scorer(scorer_key(name, term), scorer, is_reward=not term and name == "reward")
-        yield from _terms(config, name, section)
-        yield from _failures(config, name, section)
-
-
-def _scorer(key: str, scorer: ScorerSection, *, is_reward: bool) -> Iterator[Conflict]:
-    """Yield missing keys of a scorer; a single reward defaults to the demo's function, which costs and terms do not."""
-    if scorer.kind == "model" and scorer.path is None:
-        yield Conflict(
-            f"{key}.kind=model needs a checkpoint; give {key}.path, or {key}.kind=function",
-            (f"{key}.kind", f"{key}.path"),
-        )
-    given = is_reward or "function" in scorer.model_fields_set
-    if scorer.kind == "function" and not (given and scorer.function):
-        yield Conflict(
-            f"{key} names no function; give {key}.function as package.module:function, or {key}.kind=model with"
-            f" {key}.path",
-            (f"{key}.kind", f"{key}.function"),
-        )
-
-
-def _terms(config: RunConfig, name: str, section: RewardSection) -> Iterator[Conflict]:
-    if not section.terms:
-        return
-    given = section.model_fields_set
-    unread = [key for key in ScorerSection.model_fields if key in given and getattr(section, key) is not None]
-    if unread:
-        keys = ", ".join(f"{name}.{key}" for key in unread)
-        yield Conflict(
-            f"{name}.terms gives several scorers, so that nothing reads {keys}; write such keys beneath a term and null"
-            f" here, or leave {name}.terms out",
-            (f"{name}.terms", *(f"{name}.{key}" for key in unread)),
-        )
-    for term in section.models:
-        if f"{name}_{term}" in config.algorithm.roles:
-            yield Conflict(
-                f"{name}.terms.{term} would be called {name}_{term}, as a role of {config.algorithm.name} is; choose"
-                " another name",
-                (f"{name}.terms", "algorithm.name"),
-            )
-
-
-def _failures(config: RunConfig, name: Role, section: RewardSection) -> Iterator[Conflict]:
-    """Yield conflicts between the time limit of reward functions and that of the group's calls."""
-    calls, parts = 1 + section.num_retries, 1
-    if section.on_failure == "drop" and (pool := config.pools.get(config.pool_of(name))):
-        rows = math.ceil(config.rows_per_step / pool.num_ranks)
-        rounds = math.ceil(math.ceil(rows / section.rows_per_call) / section.num_processes)
-        parts = rounds * len(section.functions)
-    longest_s = calls * parts * section.timeout_s
-    if section.functions and longest_s >= config.timeouts.call_s:
-        after = f", {parts} after one another on a rank," if parts > 1 else ""
-        yield Conflict(
-            f"{name}.timeout_s={section.timeout_s:g} and {calls} {'calls' if calls > 1 else 'call'} for the same rows"
-            f"{after} make {longest_s:g} s, which must be less than timeouts.call_s={config.timeouts.call_s:g}; lower the"
-            f" one or raise the other{f', or raise {name}.rows_per_call' if parts > 1 else ''}",
-            (
-                *(f"{name}.{key}" for key in ("timeout_s", "rows_per_call", "on_failure", "retries")),
-                "timeouts.call_s",
-            ),
-        )
-
-
 def _pools(config: RunConfig) -> Iterator[Conflict]:
     """Yield roles that are in two pools, or that the algorithm does not use."""
     used, taken = config.algorithm.roles, dict[Role, str]()
@@ -287,8 +220,9 @@ def _schedules(config: RunConfig) -> Iterator[Conflict]:
     for role in (role for role in TRAINED if role in config.model_roles):
         section = getattr(config, role)
         optimizer, prefix = section.optimizer, f"{role}.optimizer"
-        steps = config.run.steps * section.ppo_epochs * section.mini_batches
-        if optimizer.warmup_steps and optimizer.warmup_steps >= steps:
+        iterations = config.run.steps + 1 - config.algorithm.first_update(role)
+        steps = iterations * section.ppo_epochs * section.mini_batches
+        if optimizer.warmup_steps and optimizer.warmup_steps >= steps > 0:
             yield Conflict(
                 f"{prefix}.warmup_steps={optimizer.warmup_steps} must be fewer than the run's {steps} optimizer steps;"
                 f" choose at most {steps - 1}",

@@ -188,6 +188,12 @@ def _checkpoints(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
             " that is built with the model; raise it, or name a model.tokenizer",
             ("model.build.vocab_size",),
         )
+    if "teacher" in config.algorithm.roles and config.teacher.path is None:
+        yield Conflict(
+            f"algorithm.name={config.algorithm.name} learns from a teacher, and teacher.path names no checkpoint; give"
+            " it",
+            ("teacher.path", "algorithm.name"),
+        )
     for holder in model_holders(config):
         key, path, hf_config, scores = holder.key, holder.path, holder.hf_config, holder.role in SCORERS
         if path is None and hf_config is not None and not scores:

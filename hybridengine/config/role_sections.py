@@ -152,3 +152,18 @@ class ReferenceSection(Section):
     """Maximum number of tokens in one micro-batch."""
     offload: Literal["none", "weights"] = "none"
     """weights: they are in host memory while the reference computes nothing."""
+
+
+class TeacherSection(Section):
+    """A frozen model with the actor's tokenizer, which the actor is distilled from."""
+
+    path: PathText | None = None
+    """Its checkpoint, with tokenizer files; required by algorithms with a teacher."""
+    hf_config: PathText | None = None
+    """Model shape for --dry-run and planning when the checkpoint is elsewhere: a preset, or a config.json."""
+    parallel: TrainSizesField | None = None
+    """Sizes p-t-d; the actor's by default."""
+    micro_batch_tokens: Count = 4096
+    """Maximum number of tokens in one micro-batch."""
+    offload: Literal["none", "weights"] = "none"
+    """weights: they are in host memory while the teacher computes nothing."""

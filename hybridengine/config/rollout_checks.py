@@ -24,16 +24,16 @@ def rollout_conflicts(config: RunConfig) -> Iterator[Conflict]:
                     (f"rollout.{name}",),
                 )
     if (structure := rollout.structure) is not None:
-        yield from _structure(structure)
+        yield from structure_conflicts("rollout.structure", structure)
 
 
-def _structure(structure: StructureSection) -> Iterator[Conflict]:
+def structure_conflicts(key: str, structure: StructureSection) -> Iterator[Conflict]:
     """Yield a structure that is given in no way, or in several."""
     given = [name for name in StructureSection.model_fields if getattr(structure, name)]
     if len(given) != 1:
         names = ", ".join(StructureSection.model_fields)
+        remedy = "leave out all but one" if given else f"add one, or leave {key} out"
         yield Conflict(
-            f"rollout.structure must be given by exactly one of {names}, found {' and '.join(given) or 'none'};"
-            f" {'leave out all but one' if given else 'add one, or leave rollout.structure out'}",
-            tuple(f"rollout.structure.{name}" for name in StructureSection.model_fields),
+            f"{key} must be given by exactly one of {names}, found {' and '.join(given) or 'none'}; {remedy}",
+            tuple(f"{key}.{name}" for name in StructureSection.model_fields),
         )

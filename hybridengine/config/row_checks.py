@@ -58,7 +58,7 @@ def _rows_for_every_rank(config: RunConfig) -> Iterator[Conflict]:
         name = config.pool_of(role)
         pool, key = config.pools[name], ranks_key(name)
         if num_rows < pool.num_ranks:
-            what = "computes on" if role == "actor" else f"calls the functions of {role} for"
+            what = "computes on" if role == "actor" else f"calls the scorers of {role} for"
             yield Conflict(
                 f"each of the {pool.num_ranks} ranks of {key}={list(pool.ranks_per_node)} {what} rows of its own, and"
                 f" {_rows_text(config)} leave {num_rows} for all of them; raise data.batch_size, or take fewer ranks",
@@ -84,6 +84,6 @@ def rows_for_every_rank(config: RunConfig) -> dict[Role, int]:
     """Return, by role, the number of rows of a call that is split over all ranks of the role's pool."""
     needs: dict[Role, int] = {"actor": config.rows_per_step}
     for role, section in reward_sections(config).items():
-        if section.functions:
+        if section.are_called:
             needs[role] = config.algorithm.scored_rows(config.data.batch_size, config.rows_per_step)
     return needs

@@ -17,6 +17,7 @@ from hybridengine.config.role_sections import (
     LoraSection,
     MegatronSettings,
     ReferenceSection,
+    TeacherSection,
 )
 from hybridengine.config.sections import (
     MAIN_POOL,
@@ -70,6 +71,7 @@ class RunConfig(Section):
     cost_critic: CriticSection = CriticSection()
     """The value model of costs."""
     reference: ReferenceSection = ReferenceSection()
+    teacher: TeacherSection = TeacherSection()
     reward: RewardSection = RewardSection()
     cost: RewardSection = RewardSection(function=None)
     """Costs of responses."""
@@ -348,7 +350,7 @@ class ModelHolder(NamedTuple):
     @property
     def has_score_head(self) -> bool:
         """True if the model returns scores or values instead of log-probs."""
-        return self.role not in ("actor", "reference")
+        return self.role not in ("actor", "reference", "teacher")
 
 
 def reward_sections(config: RunConfig) -> dict[Role, RewardSection]:

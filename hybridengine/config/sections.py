@@ -59,7 +59,7 @@ class RunSection(Section):
 
 
 RanksPerNode = Annotated[tuple[Count, ...], Field(min_length=1)]
-PoolRole = Literal["generation", "critic", "cost_critic", "reference", "reward", "cost"]
+PoolRole = Literal["generation", "critic", "cost_critic", "reference", "teacher", "reward", "cost"]
 """Name of a role other than the actor, whose ranks are `cluster.ranks_per_node`."""
 PoolRoles = Annotated[tuple[PoolRole, ...], Field(min_length=1)]
 

@@ -26,13 +26,21 @@ Index = slice | Sequence[int] | np.ndarray | torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Produced:
-    """Rows of one call: the batches of its source ranks, concatenated."""
+    """Rows of one call, or of several calls of one method: the batches of their source ranks, concatenated."""
 
-    future: Future
-    """Future of the batches' `StoredRows`: Ray keeps their objects while references to these exist."""
+    futures: tuple[Future, ...]
+    """Futures of the batches' `StoredRows`: Ray keeps their objects while references to these exist."""
     first_rows: np.ndarray
     """First row of each batch."""
     num_rows: int
+
+    @property
+    def batches(self) -> list[Batch]:
+        """Locations of the batches."""
+        return [batch for future in self.futures for batch in future.batches]
+
+    def __str__(self) -> str:
+        return str(self.futures[0])
 
 
 Batches = dict[Batch, int]
@@ -87,7 +95,8 @@ class Rows:
     @property
     def calls(self) -> list[Future]:
         """Calls that produce the rows."""
-        return [source.origin.future for source in self._sources if isinstance(source.origin, Produced)]
+        origins = [source.origin for source in self._sources]
+        return [future for one in origins if isinstance(one, Produced) for future in one.futures]
 
     def select(self, *names: str) -> Rows:
         """Return the rows with only these columns. Missing columns raise an error when they are read."""
@@ -115,6 +124,17 @@ class Rows:
                 )
             sources += rows._sources
         return Rows(sources, len(self))
+
+    def concat(self, *others: Rows) -> Rows:
+        """Return these rows followed by those of others, whose columns calls of the same methods have produced.
+
+        Raises ProtocolError if other methods have, or the columns have other names.
+        """
+        parts = (self, *others)
+        if len({len(part._sources) for part in parts}) > 1:
+            raise ProtocolError(_other_calls(parts))
+        joined = [_joined(sources, parts) for sources in zip(*(part._sources for part in parts), strict=True)]
+        return Rows(joined, sum(map(len, parts)))
 
     def __getitem__(self, index: Index) -> Rows:
         """Return some rows, in any order and with repetitions: a slice, row numbers, or one boolean per row.
@@ -180,7 +200,7 @@ class Rows:
 
     def __repr__(self) -> str:
         parts = [
-            str(source.origin.future) if isinstance(source.origin, Produced) else "controller"
+            str(source.origin) if isinstance(source.origin, Produced) else "controller"
             for source in self._sources
         ]
         return f"Rows({len(self)} rows of {', '.join(parts)})"
@@ -189,6 +209,33 @@ class Rows:
         raise WrongArgumentsError(
             f"{self!r} cannot be sent to a rank inside another value; pass it as an argument of its own"
         )
+
+
+def _joined(sources: Sequence[Source], parts: Sequence[Rows]) -> Source:
+    """Return the source of the rows of all parts, one source of each."""
+    names, origins = sources[0].names, [source.origin for source in sources]
+    if any(source.names != names for source in sources):
+        raise ProtocolError(_other_calls(parts))
+    sizes = [one.num_rows if isinstance(one, Produced) else num_rows(one) for one in origins]
+    firsts = np.cumsum([0, *sizes[:-1]])
+    numbers = [
+        np.arange(size) if source.rows is None else source.rows
+        for source, size in zip(sources, sizes, strict=True)
+    ]
+    rows = np.concatenate([first + part for first, part in zip(firsts, numbers, strict=True)])
+    calls = [one for one in origins if isinstance(one, Produced)]
+    if not calls:
+        return Source(torch.cat(origins), rows, names)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    if len(calls) < len(origins) or len({*map(str, calls)}) > 1:
+        raise ProtocolError(_other_calls(parts))
+    first_rows = np.concatenate([first + one.first_rows for first, one in zip(firsts, calls, strict=True)])
+    futures = tuple(future for one in calls for future in one.futures)
+    return Source(Produced(futures, first_rows, sum(sizes)), rows, names)
+
+
+def _other_calls(parts: Sequence[Rows]) -> str:
+    listed = " and ".join(map(repr, parts))
+    return f"{listed} cannot follow one another; join rows that the same methods have produced, under the same names"
 
 
 def _row_numbers(index: Index, count: int) -> np.ndarray:
@@ -217,11 +264,11 @@ def _origin(
         rows = source.rows[wanted.start : wanted.stop]
     origin = source.origin
     if isinstance(origin, Produced):
-        kept, numbers = origin.future.batches, block_numbers(origin.first_rows, rows)
+        kept, numbers = origin.batches, block_numbers(origin.first_rows, rows)
         first_rows = origin.first_rows[numbers].tolist()
         places = [batches.setdefault(kept[number], len(batches)) for number in numbers]
         blocks = tuple(zip(first_rows, places, strict=True))
-        return RowsOrigin(str(origin.future), blocks, rows, source.names)
+        return RowsOrigin(str(origin), blocks, rows, source.names)
     wanted_names = {new: old for new, old in source.here.items() if columns is None or new in columns}
     # Copied to its own storage: a view would send the whole batch.
     chosen = origin.select(*set(wanted_names.values()))[torch.from_numpy(rows)]

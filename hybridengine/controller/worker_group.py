@@ -165,7 +165,7 @@ class WorkerGroup:
         if not registration.returns_rows:
             return future
         first_rows = np.array([ranges[rank].start for rank in sources])
-        produced = Produced(future, first_rows, ranges[sources[-1]].stop)
+        produced = Produced((future,), first_rows, ranges[sources[-1]].stop)
         return Rows([Source(produced)], produced.num_rows)
 
     def _source_ranks(self, protocol: Protocol) -> tuple[int, ...]:

@@ -92,8 +92,7 @@ class RewardProcess:
         """
         wanted = {name: list(columns[name]) for name in self.start()}
         rows = range(len(wanted["responses"])) if rows is None else rows
-        first, last = min(rows, default=0), max(rows, default=0)
-        where = f"row {first}" if len(rows) == 1 else f"rows {first} to {last}"
+        where = named_rows(rows)
         kind, *content = self._exchange(("call", wanted), self.timeout_s, num_rows=len(rows))
         if kind == "scores":
             return content[0]
@@ -139,6 +138,12 @@ class RewardProcess:
         except BaseException:  # KeyboardInterrupt: a late reply would be read as that of the next call
             self.close()
             raise
+
+
+def named_rows(rows: Sequence[int]) -> str:
+    """Return the rows of a call for messages: "row 3", or "rows 3 to 7"."""
+    first, last = min(rows, default=0), max(rows, default=0)
+    return f"row {first}" if len(rows) == 1 else f"rows {first} to {last}"
 
 
 def _receive(channel: socket.socket, most_bytes: int, deadline: float) -> bytearray:

@@ -1,4 +1,4 @@
-"""Rewards computed by Python functions: called in separate processes, in parts, and combined from several terms."""
+"""Rewards computed by Python functions in separate processes and by services: called in parts, combined from terms."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.config.reward_sections import RewardSection, scorer_key
 from hybridengine.data.reward_process import RewardProcess, RewardTimeoutError
+from hybridengine.data.reward_service import DROPPED, RewardService
 from hybridengine.errors import DataError, raise_all
 from hybridengine.report.keys import EPISODE_FAILURE
 from hybridengine.rows.batch import columns_of
 
 EXTRA_COLUMNS = ("prompts", "prompt_lengths", "response_lengths")
 """Columns that a function may take: prompts as seen by the model, including special tokens, and numbers of tokens."""
-DROPPED = float("nan")
 COUNTS = ("calls", "failures", "timeouts", "retries", "dropped_rows", "call_s")
 
 _logger = logging.getLogger(__name__)
@@ -35,26 +35,40 @@ class Decoder(Protocol):
 
 
 class RewardFunctions:
-    """The functions of a reward or cost section, ready to score any number of rows; a context manager."""
+    """The functions and services of a reward or cost section, ready to score any number of rows; a context manager."""
 
     def __init__(self, name: str, section: RewardSection, start_timeout_s: float = 600.0) -> None:
         self._name, self._section = name, section
-        self._terms = {
+        functions: dict[str, _Function | RewardService] = {
             term: _Function(f"{scorer_key(name, term)}.function", path, section, start_timeout_s)
             for term, path in section.functions.items()
+        }
+        self._terms = functions | {
+            term: RewardService(f"{scorer_key(name, term)}.service", service, section)
+            for term, service in section.services.items()
         }
         assert self._terms, f"{name} has models only, which have workers of their own"
 
     def start(self) -> tuple[str, ...]:
-        """Start all processes; return the columns that functions take; raise DataError listing those that do not load."""
+        """Start all processes; return the columns that scorers take; raise DataError listing those that do not load."""
         columns, problems = dict[str, None](), []
-        for function in self._terms.values():
+        for scorer in self._terms.values():
             try:
-                columns |= dict.fromkeys(function.start())
+                columns |= dict.fromkeys(scorer.start())
             except DataError as error:
                 problems.append(str(error))
         raise_all(problems, DataError)
         return tuple(columns)
+
+    def check(self) -> None:
+        """Start all processes and call every service without rows; raise DataError listing those that do not answer."""
+        problems = list[str]()
+        for scorer in self._terms.values():
+            try:
+                scorer.check()
+            except DataError as error:
+                problems += error.problems or [str(error)]
+        raise_all(problems, DataError)
 
     def score(self, columns: Mapping[str, Sequence[Any]], rows: Sequence[int] | None = None) -> TensorDict:
         """Return `scores` [B] float32, `dropped` [B] bool, and each of several terms' own scores as `SECTION/NAME`.
@@ -67,8 +81,8 @@ class RewardFunctions:
         num_rows = len(columns["responses"])
         numbers = range(num_rows) if rows is None else rows
         found = TensorDict(batch_size=[num_rows])
-        for term, function in self._terms.items():
-            scores = torch.tensor(function.score(columns, numbers), dtype=torch.float64)
+        for term, scorer in self._terms.items():
+            scores = torch.tensor(scorer.score(columns, numbers), dtype=torch.float64)
             found[score_column(self._name, term)] = scores
         weights = {
             score_column(self._name, term): self._section.weights.get(term, 1.0) for term in self._terms
@@ -78,16 +92,15 @@ class RewardFunctions:
     def take_metrics(self) -> dict[str, float]:
         """Return `COUNTS` since the last call, including timeouts as failures; a row counts once per failed term."""
         counts = Counter[str]()
-        for function in self._terms.values():
-            counts.update(function.counts)
-            function.counts.clear()
+        for scorer in self._terms.values():
+            counts.update(scorer.counts)
+            scorer.counts.clear()
         return {f"{self._name}/{count}": float(counts[count]) for count in COUNTS}
 
     def close(self) -> None:
         """End all processes."""
-        for function in self._terms.values():
-            for process in function.processes:
-                process.close()
+        for scorer in self._terms.values():
+            scorer.close()
 
     def __enter__(self) -> RewardFunctions:
         return self
@@ -118,6 +131,13 @@ class _Function:
         with ThreadPoolExecutor(len(self.processes)) as executor:
             columns, *_ = executor.map(RewardProcess.start, self.processes)
         return columns
+
+    def check(self) -> None:
+        self.start()
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.close()
 
     def score(self, columns: Mapping[str, Sequence[Any]], rows: Sequence[int]) -> list[float]:
         """Return one score per row, NaN for dropped rows."""
@@ -170,10 +190,11 @@ class _Function:
 
 
 def check_reward_functions(name: str, section: RewardSection, timeout_s: float = 60.0) -> None:
-    """Load every function of a section as a run does, and end its processes; raise DataError for an unusable one."""
+    """Load every function of a section as a run does and end its processes, and call every service; raise DataError for
+    those that cannot be used."""
     one_each = section.model_copy(update={"num_processes": 1})
     with RewardFunctions(name, one_each, timeout_s) as functions:
-        functions.start()
+        functions.check()
 
 
 def score_column(section: str, term: str) -> str:

@@ -16,6 +16,9 @@ PAD, UNKNOWN, TURN_START, TURN_END = "<|pad|>", "<|unk|>", "<|im_start|>", "<|im
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Names of the generic class, defined entirely by tokenizer.json, in transformers 5 and earlier."""
 
+NUM_LISTED = 3
+"""Number of tokens that a message about two tokenizers names."""
+
 ROLES = ("system", "user", "assistant")
 """Roles with one token each, so that a short problem remains a short prompt."""
 CHARACTERS = string.digits + string.ascii_lowercase + " \n+-*/=().,?!:"
@@ -33,12 +36,43 @@ def load_tokenizer(folder: str | Path, pad_with_eos: bool = False) -> PreTrained
     `pad_with_eos` pads with the end-of-sequence token if the folder defines no padding token. This is safe here, because
     sequence lengths determine the padding, but must be requested, because other programs read the token.
     """
-    folder = Path(folder)
+    tokenizer = _read(Path(folder))
+    if pad_with_eos and tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        tokenizer.pad_token = tokenizer.eos_token
+    check_tokenizer(tokenizer, str(folder))
+    return tokenizer
+
+
+def check_same_tokens(tokenizer: PreTrainedTokenizerBase, folder: str | Path, own: str, other: str) -> None:
+    """Raise DataError unless the tokenizer of `folder` has the same tokens with the same numbers.
+
+    `own` and `other` are what a message calls the two. Special roles of tokens and chat templates may differ, and so may
+    the vocabularies of models, which are padded.
+    """
+    known, found = (
+        {number: token for token, number in one.get_vocab().items()}
+        for one in (tokenizer, _read(Path(folder)))
+    )
+    wrong = sorted(number for number in {*known, *found} if known.get(number) != found.get(number))
+    if not wrong:
+        return
+    listed = ", ".join(
+        f"{number} is {found.get(number)!r}, not {known.get(number)!r}".replace("None", "missing")
+        for number in wrong[:NUM_LISTED]
+    )
+    more = f", and {len(wrong) - NUM_LISTED} more" if len(wrong) > NUM_LISTED else ""
+    raise DataError(
+        f"{other} has another tokenizer ({len(found)} tokens) than {own} ({len(known)} tokens): {listed}{more}; name a"
+        " model with the same tokenizer, whose files are in its folder"
+    )
+
+
+def _read(folder: Path) -> PreTrainedTokenizerBase:
     if not folder.is_dir():
         raise DataError(f"tokenizer folder {folder} does not exist; name a folder with tokenizer.json")
     try:
         # Explicitly False: otherwise transformers asks on the terminal whether to run code of the folder.
-        tokenizer = _loader(folder).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return _loader(folder).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise a dozen types, among them bare Exception
         if "trust_remote_code" in str(error):
             raise DataError(
@@ -49,10 +83,6 @@ def load_tokenizer(folder: str | Path, pad_with_eos: bool = False) -> PreTrained
             f"{folder} holds no loadable tokenizer ({type(error).__name__}: {error});"
             " it needs tokenizer.json and tokenizer_config.json"
         ) from None
-    if pad_with_eos and tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
-        tokenizer.pad_token = tokenizer.eos_token
-    check_tokenizer(tokenizer, str(folder))
-    return tokenizer
 
 
 def _loader(folder: Path) -> type[AutoTokenizer] | type[PreTrainedTokenizerFast]:

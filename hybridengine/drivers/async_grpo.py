@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+from hybridengine.config.algorithm import Conflict
 from hybridengine.drivers.dataflow import measure_rollout, with_advantages
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.drivers.roles import Roles, Sampling, State
@@ -11,6 +15,16 @@ class AsyncGrpo(Grpo):
     """GRPO on responses whose tokens are at most `staleness.max_versions` versions older than the weights they train."""
 
     roles = ("actor", "generation", "reference", "reward")
+
+    def conflicts(self, config: Any) -> Iterator[Conflict]:
+        """Yield rounds, which an asynchronous batch does not have."""
+        yield from super().conflicts(config)
+        if self.max_rounds > 1:
+            yield Conflict(
+                f"algorithm.max_rounds={self.max_rounds} is not read by algorithm.name={self.name}, whose engines draw"
+                " all the time; set generation.max_tries",
+                ("algorithm.max_rounds", "algorithm.name"),
+            )
 
     def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
         """Run one iteration; return its metrics."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridengine.drivers.dataflow import measure_rollout, with_advantages
+from hybridengine.drivers.dataflow import measure_rollout, metrics_of, with_advantages
 from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.roles import Roles, Sampling, State
 
@@ -28,12 +28,14 @@ class AsyncPpo(Ppo):
         )
         columns = ["values", "fresh"]
         samples, seed = sampling.samples_per_prompt, sampling.first_seed
-        batch = with_advantages(roles, batch, self.penalised(state), samples, columns=columns, seed=seed)
-        updates = critic.update(batch, version), actor.update(batch, self, version)
+        present = self.present(state, sampling)
+        batch = with_advantages(roles, batch, present, samples, columns=columns, seed=seed)
+        updates = [critic.update(batch, version)]
+        if not self.pretrains(sampling):
+            updates += [actor.update(batch, self, version)]
         measured = measure_rollout(roles, batch, self, version=version, max_versions=engines.max_versions)
         engines.work_until(*updates, measured)
         engines.update_weights(sampling.step)
 
         metrics = measured.get()[0] | engines.take_metrics()
-        metrics |= self.adapt(state, metrics)
-        return metrics | updates[0].get()[0] | updates[1].get()[0]
+        return metrics | self.adapted(state, sampling, metrics) | metrics_of(updates)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from hybridengine.config.algorithm import Algorithm, import_named
@@ -94,6 +95,45 @@ def switch_metrics(
     }
 
 
+@dataclass
+class Drawn:
+    """Responses to prompts, and the switches between which they were drawn."""
+
+    rollout: Any
+    """Rows of prompts and responses."""
+    to_generate: list[Any]
+    """Futures of the switches' reports."""
+    to_train: list[Any]
+    scores: Any = None
+    """Rows of the responses' scores, if they are known."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def switch_metrics(self) -> dict[str, float]:
+        """Return the metrics of all switches."""
+        both = self.to_generate, self.to_train
+        return switch_metrics(*([report for one in futures for report in one.get()] for futures in both))
+
+
+def draw_round(roles: Roles, sampling: Sampling, num_more: int = 0, round_number: int = 0) -> Drawn:
+    """Return responses to the next prompts, each with `sampling.samples_per_prompt` of them.
+
+    Args:
+        num_more: prompts that were drawn before beyond one batch for each iteration.
+        round_number: number of times that this iteration has drawn before; seeds go on after those of the last round.
+    """
+    actor, samples = roles.actor, sampling.samples_per_prompt
+    prompts = roles.prompts.training_prompts(sampling.prompts, sampling.step, num_more).repeat(samples)
+    seed = sampling.first_seed + round_number * sampling.num_prompts * samples
+    to_generate = actor.switch_to_generate()
+    rollout = prompts.union(actor.generate_sequences(prompts, seed))
+    return Drawn(rollout, [to_generate], [actor.switch_to_train()])
+
+
+def metrics_of(updates: Sequence[Any]) -> dict[str, float]:
+    """Return the metrics of updates, which are waited for in order."""
+    return {name: value for update in updates for name, value in update.get()[0].items()}
+
+
 class CriticFree(Algorithm):
     """Base of GRPO, RLOO and REINFORCE++, whose advantages are computed from a batch's scores alone."""
 
@@ -122,21 +162,26 @@ class CriticFree(Algorithm):
         """Adapt the weight of the KL penalty, if there is one; return metrics of it."""
         return {}
 
+    def draw(self, roles: Roles, sampling: Sampling, state: State) -> Drawn:
+        """Return the responses of an iteration."""
+        return draw_round(roles, sampling)
+
+    def compared(self, roles: Roles, rollout: Any) -> Any:
+        """Return `ref_log_probs` of the model that the KL divergence is measured from."""
+        return roles.reference.compute_log_probs(rollout)
+
     def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
         """Run one iteration; return its metrics."""
         actor, samples = roles.actor, sampling.samples_per_prompt
 
-        prompts = roles.prompts.training_prompts(sampling.prompts, sampling.step).repeat(samples)
-        to_generate = actor.switch_to_generate()
-        rollout = prompts.union(actor.generate_sequences(prompts, sampling.first_seed))
-        to_train = actor.switch_to_train()
-
+        drawn = self.draw(roles, sampling, state)
+        rollout = drawn.rollout
         batch = rollout.union(
             rollout.select_as(log_probs="rollout_log_probs")
             if self.from_engine
             else actor.compute_log_probs(rollout, self.needs_squares),
-            roles.reference.compute_log_probs(rollout),
-            roles.reward.compute_scores(rollout),
+            self.compared(roles, rollout),
+            roles.reward.compute_scores(rollout) if drawn.scores is None else drawn.scores,
         )
         batch = with_advantages(
             roles,
@@ -149,7 +194,7 @@ class CriticFree(Algorithm):
         update = actor.update(batch, self)
         measured = measure_rollout(roles, batch, self, from_engine=self.from_engine)
 
-        metrics = measured.get()[0] | switch_metrics(to_generate.get(), to_train.get()) | update.get()[0]
+        metrics = measured.get()[0] | drawn.switch_metrics() | update.get()[0] | drawn.metrics
         return metrics | self.adapt(state, metrics)
 
 

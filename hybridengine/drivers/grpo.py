@@ -8,11 +8,13 @@ algorithms/group_advantages.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from hybridengine.config.algorithm import Conflict
-from hybridengine.config.values import ImportPath
-from hybridengine.drivers.dataflow import CriticFree
+from hybridengine.config.values import Count, ImportPath
+from hybridengine.drivers.dataflow import CriticFree, Drawn
+from hybridengine.drivers.dynamic_sampling import draw_informative
+from hybridengine.drivers.roles import Roles, Sampling, State
 
 
 class Grpo(CriticFree):
@@ -30,6 +32,26 @@ class Grpo(CriticFree):
     gradients up to it (optimal token baseline)."""
     rescale_equal: bool = False
     """Multiply advantages by B/(B - M), where M of the B responses are in groups of equal scores and have none (GPG)."""
+
+    max_rounds: Count = 1
+    """Batches of prompts that may be drawn for one iteration. Above 1, prompts whose responses all have the same score
+    are dropped for others, until a batch is full or the rounds are used up (dynamic sampling, DAPO, arXiv 2503.14476,
+    section 3.2)."""
+
+    @property
+    def num_rounds(self) -> int:
+        """Largest number of rounds."""
+        return self.max_rounds
+
+    def traced(self) -> Self:
+        """Return the algorithm with one round."""
+        return self.model_copy(update={"max_rounds": 1})
+
+    def draw(self, roles: Roles, sampling: Sampling, state: State) -> Drawn:
+        """Return the responses of an iteration, with dynamic sampling if it has more than one round."""
+        if self.max_rounds == 1:
+            return super().draw(roles, sampling, state)
+        return draw_informative(roles, sampling, state, self.max_rounds)
 
     @property
     def needs_squares(self) -> bool:

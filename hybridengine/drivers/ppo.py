@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
 
 from hybridengine.config.algorithm import Conflict
-from hybridengine.config.values import ImportPath, Positive, Share
-from hybridengine.drivers.dataflow import measure_rollout, switch_metrics, with_advantages
+from hybridengine.config.values import CountOrZero, ImportPath, Positive, Share
+from hybridengine.drivers.dataflow import measure_rollout, metrics_of, switch_metrics, with_advantages
 from hybridengine.drivers.kl_penalty import KlPenalty
 from hybridengine.drivers.roles import Roles, Sampling, State
 
@@ -28,6 +28,9 @@ class Ppo(KlPenalty):
     lam_alpha: Positive | None = None
     """Alpha of length-adaptive advantages, whose lambda is 1 - 1/(alpha·length of the response); by default `lam` holds
     for all. VAPO: 0.05."""
+    critic_warmup: CountOrZero = 0
+    """Number of iterations before the actor's first update, which train critics alone, towards returns with a lambda of
+    1 (VAPO's value pretraining)."""
     whiten_advantages: bool = True
     """Normalise advantages to mean 0 and variance 1 over the valid tokens."""
 
@@ -37,6 +40,27 @@ class Ppo(KlPenalty):
         if self.correction is not None:
             return None
         return "returns and clipped ratios take the weights that drew the rows for the current ones"
+
+    def first_update(self, role: str) -> int:
+        """Return the number of the first iteration that updates a role: the actor waits for its critics."""
+        return 1 + self.critic_warmup if role == "actor" else 1
+
+    def traced(self) -> Self:
+        """Return the algorithm without iterations for critics alone."""
+        return self.model_copy(update={"critic_warmup": 0})
+
+    def pretrains(self, sampling: Sampling) -> bool:
+        """Return True for an iteration that trains critics alone.
+
+        Source: VAPO, arXiv 2504.05118, section 4.1; VC-PPO, arXiv 2503.01491 (value pretraining).
+        """
+        return sampling.step < self.first_update("actor")
+
+    def present(self, state: State, sampling: Sampling) -> Self:
+        """Return the algorithm of an iteration: with the present weight of its KL penalty, and Monte-Carlo returns while
+        critics are trained alone."""
+        present = self.penalised(state)
+        return present.model_copy(update={"critic_lam": 1.0}) if self.pretrains(sampling) else present
 
     def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
         """Run one iteration; return its metrics."""
@@ -54,18 +78,29 @@ class Ppo(KlPenalty):
             roles.reward.compute_scores(rollout),
         )
         batch = with_advantages(
-            roles, batch, self.penalised(state), samples, columns=["values"], seed=sampling.first_seed
+            roles, batch, self.present(state, sampling), samples, columns=["values"], seed=sampling.first_seed
         )
-        updates = critic.update(batch), actor.update(batch, self)
+        updates = [critic.update(batch)]
+        if not self.pretrains(sampling):
+            updates += [actor.update(batch, self)]
         measured = measure_rollout(roles, batch, self)
 
         metrics = measured.get()[0] | switch_metrics(to_generate.get(), to_train.get())
-        metrics |= self.adapt(state, metrics)
-        return metrics | updates[0].get()[0] | updates[1].get()[0]
+        return metrics | self.adapted(state, sampling, metrics) | metrics_of(updates)
+
+    def adapted(self, state: State, sampling: Sampling, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Adapt the weight of the KL penalty, but for iterations that leave the actor as it is; return metrics of it."""
+        return {} if self.pretrains(sampling) else self.adapt(state, metrics)
 
     def conflicts(self, config: Any) -> Iterator[Conflict]:
-        """Yield a lambda that nothing reads."""
+        """Yield a lambda that nothing reads, and an actor that is never updated."""
         yield from super().conflicts(config)
+        if self.critic_warmup >= config.run.steps:
+            yield Conflict(
+                f"algorithm.critic_warmup={self.critic_warmup} must be fewer than run.steps={config.run.steps};"
+                f" choose at most {config.run.steps - 1}, or raise run.steps",
+                ("algorithm.critic_warmup", "run.steps"),
+            )
         replaced = self.lam_alpha is not None and self.critic_lam is not None
         if replaced and self.lam != type(self).model_fields["lam"].default:
             yield Conflict(

@@ -22,23 +22,20 @@ State = dict[str, float]
 
 @dataclass(frozen=True)
 class Scorers:
-    """Groups that score responses: one for all functions, and one for each model."""
+    """Groups that score responses: one for all functions and services, and one for each model."""
 
     groups: Sequence[WorkerGroup]
     compute: WorkerGroup
     weights: Mapping[str, float]
-    """Weight of each term's column, if a term is a model; otherwise empty, as the functions' ranks sum their terms."""
+    """Weight of each term's column, if a term is a model; otherwise empty, as the ranks that call functions sum them."""
     term_columns: Sequence[str] = ()
     """Columns of the terms' scores, such as `cost/length`; empty for a single scorer."""
     own_columns: Sequence[str] = ()
     """Columns of scores that are the rewards of episodes."""
     episodes: bool = False
     """True if responses are episodes, of which some fail."""
-
-    @property
-    def has_full_score(self) -> bool:
-        """True if 1 is the maximum score, as for a single function, but not for a model or a weighted sum."""
-        return not self.term_columns and bool(self.groups) and hasattr(self.groups[0], "take_metrics")
+    has_full_score: bool = False
+    """True if 1 is the maximum score, as for a single function, but not for other scorers or a weighted sum."""
 
     @property
     def num_ranks(self) -> int:
@@ -84,6 +81,7 @@ class Roles:
     critic: WorkerGroup
     cost_critic: WorkerGroup
     reference: WorkerGroup | BaseOfActor
+    teacher: WorkerGroup
     reward: Scorers
     cost: Scorers
     prompts: WorkerGroup

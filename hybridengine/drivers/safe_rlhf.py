@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from hybridengine.config.values import ImportPath, NonNegative, Positive
-from hybridengine.drivers.dataflow import measure_rollout, switch_metrics, with_advantages
+from hybridengine.drivers.dataflow import measure_rollout, metrics_of, switch_metrics, with_advantages
 from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.roles import Roles, Sampling, State
 from hybridengine.errors import DataError
@@ -57,28 +57,30 @@ class SafeRlhf(Ppo):
             costs.select(*roles.cost.term_columns),
         )
         measured_costs = roles.compute.measure(batch.select(*COSTS), MEAN_COST).get()[0]
-        state["log_multiplier"] = self.updated_log_multiplier(
-            state.get("log_multiplier", 0.0), measured_costs["cost/mean"]
-        )
-        multiplier = math.exp(state["log_multiplier"])
+        logarithm = state.get("log_multiplier", 0.0)
+        if not self.pretrains(sampling):
+            logarithm = self.updated_log_multiplier(logarithm, measured_costs["cost/mean"])
+        state["log_multiplier"], multiplier = logarithm, math.exp(logarithm)
 
         columns = ["values", *COSTS, *COST_VALUES]
         batch = with_advantages(
             roles,
             batch,
-            self.penalised(state),
+            self.present(state, sampling),
             samples,
             multiplier,
             columns=columns,
             seed=sampling.first_seed,
         )
         for_costs = batch.union(batch.select_as(values="cost_values", returns="cost_returns"))
-        updates = critic.update(batch), cost_critic.update(for_costs), actor.update(batch, self)
+        updates = [critic.update(batch), cost_critic.update(for_costs)]
+        if not self.pretrains(sampling):
+            updates += [actor.update(batch, self)]
         measured = measure_rollout(roles, batch, self)
 
         metrics = measured.get()[0] | switch_metrics(to_generate.get(), to_train.get())
-        metrics |= measured_costs | {"cost/multiplier": multiplier} | self.adapt(state, metrics)
-        return metrics | updates[0].get()[0] | updates[1].get()[0] | updates[2].get()[0]
+        metrics |= measured_costs | {"cost/multiplier": multiplier} | self.adapted(state, sampling, metrics)
+        return metrics | metrics_of(updates)
 
     def updated_log_multiplier(self, log_multiplier: float, mean_cost: float) -> float:
         """Return log lam after one SGD step on -(J_c - d)·lam, whose derivative with respect to log lam is itself.

@@ -373,7 +373,7 @@ def _changes(config: RunConfig, pool: str, on_gpus: bool) -> Iterator[tuple[str,
             yield f"set {name}.recompute=full", changed(name, recompute="full")
         if on_gpus and holder.role in TRAINED and section.offload == "none":
             yield f"set {name}.offload=optimizer", changed(name, offload="optimizer")
-        if on_gpus and holder.role == "reference" and section.offload == "none":
+        if on_gpus and holder.role in ("reference", "teacher") and section.offload == "none":
             yield f"set {name}.offload=weights", changed(name, offload="weights")
 
 

@@ -22,6 +22,8 @@ ROUTES = "routes"
 """Column of the experts of each token, [B, T, L, K] with L layers of K experts each; -1 where the router chooses."""
 RESPONSE_MASK = "response_mask"
 """Column of episodes, bool [B, R]: False at response tokens that the model did not draw, or that are not trained."""
+TEACHER_COLUMNS = ("teacher_top_ids", "teacher_top_log_probs")
+"""Columns of a teacher's most likely tokens and their log-probs, [B, R, K]."""
 CLIENT_COLUMNS = ("tokens", "lengths", "targets")
 """Columns of rows without a prompt: inputs and targets [B, T], and the number of valid positions [B]."""
 
@@ -34,9 +36,9 @@ class MicroRows:
     """Indices of the rows in the batch."""
     columns: dict[str, Tensor]
     """`tokens` [b, t] and `lengths` [b]; `positions` [b, r], that of the token before response token j, -1 beyond the
-    response; `mask` [b, r], see `loss_mask`; `routes` [b, t, L, K] if the batch has them, and the columns of
-    `support_columns` if it has supports; and the requested response-aligned columns, [b, r]. Rows without a prompt have
-    all columns at all positions, [b, t], and no `positions`."""
+    response; `mask` [b, r], see `loss_mask`; `routes` [b, t, L, K] and `TEACHER_COLUMNS` if the batch has them, and the
+    columns of `support_columns` if it has supports; and the requested response-aligned columns, [b, r]. Rows without a
+    prompt have all columns at all positions, [b, t], and no `positions`."""
 
 
 def cut_rows(
@@ -96,6 +98,8 @@ def _columns(batch: TensorDictBase, rows: list[int], response_columns: Sequence[
     }
     if ROUTES in columns_of(batch):
         columns[ROUTES] = batch[ROUTES][rows, :width]
+    for name in (name for name in TEACHER_COLUMNS if name in columns_of(batch)):
+        columns[name] = batch[name][rows, :longest]
     if SUPPORTS in columns_of(batch):
         entries = batch.get(SUPPORTS).tolist()
         columns |= support_columns([entries[row] for row in rows], responses.tolist(), longest)

@@ -6,7 +6,8 @@ from rich.console import Console
 
 from hybridengine.config import RunConfig, holder_shape, model_holders, model_shape
 from hybridengine.config.algorithm import ServedAlgorithm
-from hybridengine.config.run_config import TRAINED
+from hybridengine.config.reward_sections import scorer_key
+from hybridengine.config.run_config import TRAINED, reward_sections
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.formatting import format_bytes
 from hybridengine.planning.budget import Budget, budget_of, pool_models, switched_weights
@@ -50,6 +51,7 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
         "roles: "
         + ", ".join(f"{holder.name} {holder.sizes}" for holder in model_holders(config))
         + f" (p-t-d){_generation_text(config) if in_place else ''}",
+        *_judge_lines(config),
         *_padding_lines(config),
         *([_decoding_line(config), *_draws_lines(config)] if config.algorithm.generates else []),
         *([_switch_line(config, cost)] if in_place else []),
@@ -62,6 +64,16 @@ def _generation_text(config: RunConfig) -> str:
     itself = "the actor itself generates at" if config.engines else "generation"
     nesting = f"d_g={generation.micro_dp_size}" if generation.nests else "sizes that do not nest"
     return f"; {itself} {config.actor.generate} (p_g-t_g) in {generation.num_replicas} engine(s), {nesting}"
+
+
+def _judge_lines(config: RunConfig) -> list[str]:
+    """Return a line about the engines of each judge."""
+    return [
+        f"judge: {scorer_key(role, term)} at {judge.engine} (p_g-t_g) in"
+        f" {config.pools[config.pool_of(role)].num_ranks // judge.engine.num_ranks} engine(s)"
+        for role, section in reward_sections(config).items()
+        for term, judge in section.judges.items()
+    ]
 
 
 def _switch_line(config: RunConfig, cost: SwitchCost) -> str:

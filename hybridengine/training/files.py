@@ -15,18 +15,27 @@ from hybridengine.backends.vllm.structures import check_structure
 from hybridengine.checkpoints.hf_files import check_weights
 from hybridengine.config import RunConfig, holder_shape, model_holders
 from hybridengine.config.algorithm import Algorithm
+from hybridengine.config.judge_section import JudgeSection
+from hybridengine.config.reward_sections import scorer_key
 from hybridengine.config.run_config import PATH_KEYS, reward_sections
 from hybridengine.config.values import Section
 from hybridengine.data.datasets import PromptDataset
+from hybridengine.data.judging import check_judge
 from hybridengine.data.responses import ResponseDataset
 from hybridengine.data.rewards import check_reward_functions
 from hybridengine.data.tasks import write_arithmetic_files
-from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer, token_id
+from hybridengine.data.tokenizer import (
+    build_arithmetic_tokenizer,
+    check_same_tokens,
+    load_tokenizer,
+    token_id,
+)
 from hybridengine.environments.files import write_environment_files
 from hybridengine.episodes.processes import check_episode
 from hybridengine.errors import CheckpointError, ConfigError, DataError, raise_all, shown
 from hybridengine.files import read_object, writing
 from hybridengine.models.checkpoint_files import copy_companions
+from hybridengine.models.shapes import ModelShape
 from hybridengine.report.step_rows import CONFIG_FILE
 
 T = TypeVar("T")
@@ -110,8 +119,11 @@ def prepare_files(config: RunConfig) -> RunFiles:
     disable_progress_bar()
     problems = list[str]()
     for name, section in reward_sections(config).items():
-        if section.functions:
+        if section.are_called:
             _attempt(problems, check_reward_functions, name, section, config.timeouts.start_s)
+        for term, judge in section.judges.items():
+            key, folder = scorer_key(name, term), Path(section.scorers[term].path or "")
+            _attempt(problems, check_whole_judge, key, judge, folder, config.timeouts.start_s)
     if config.rollout.episode is not None:
         _attempt(problems, check_episode, config.rollout.episode, config.timeouts.start_s)
     # The configuration is written last; if it exists, a resumed run keeps its original files.
@@ -134,6 +146,9 @@ def prepare_files(config: RunConfig) -> RunFiles:
     sizes = {f"{holder.key}.path={holder.path}": holder_shape(config, holder).vocab_size for holder in own}
     for model, vocab_size in {f"the actor's model {config.model_folder}": shape.vocab_size, **sizes}.items():
         problems += vocabulary_problems(config, tokenizer, model, vocab_size)
+    if (teacher := config.teacher.path) is not None and "teacher" in config.algorithm.roles:
+        named = f"the actor ({config.tokenizer_folder})", f"teacher.path={teacher}"
+        _attempt(problems, check_same_tokens, tokenizer, teacher, *named)
     files = _read_rows(config, tokenizer, shape.vocab_size, problems)
     raise_all(problems, DataError)
     # Copied now, because the folders of models may be moved during a long run.
@@ -252,6 +267,26 @@ def stop_token_ids(
                 f" model's original file{remedy}"
             ) from None
     return tuple(dict.fromkeys([token_id(tokenizer, "eos"), *tokens]))
+
+
+def judge_stops(folder: Path) -> tuple[int, ...]:
+    """Return the end tokens of a judge's verdicts (`stop_token_ids`)."""
+    tokenizer = load_tokenizer(folder, pad_with_eos=True)
+    return stop_token_ids(folder, tokenizer, ModelShape.from_folder(folder).vocab_size)
+
+
+def check_whole_judge(key: str, judge: JudgeSection, folder: Path, timeout_s: float) -> None:
+    """Raise an error of a judge's files, template, parser or form of verdicts; `key` is its scorer's."""
+    shape = check_weights(folder)
+    tokenizer = check_judge(f"{key}.judge", judge, folder, timeout_s).tokenizer
+    if len(tokenizer) > shape.vocab_size:
+        raise CheckpointError(
+            f"{key}.path={folder} has vocab_size={shape.vocab_size}, and its tokenizer {len(tokenizer)} tokens; restore"
+            " the tokenizer that the model was trained with"
+        )
+    if judge.structure is not None:
+        named = f"{key}.judge.structure"
+        check_structure(judge.structure, folder, shape.vocab_size, judge_stops(folder), named)
 
 
 def build_model(config: RunConfig) -> None:

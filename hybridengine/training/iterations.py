@@ -129,7 +129,7 @@ def _carry_out(config: RunConfig, roles: Roles, progress: Progress, step: int) -
         step=step,
         num_prompts=config.data.batch_size,
         samples_per_prompt=config.rollout.samples_per_prompt,
-        first_seed=first_seed(config.run.seed, step, config.rows_per_step),
+        first_seed=first_seed(config.run.seed, step, config.rows_per_step * config.algorithm.num_rounds),
     )
     returned = config.algorithm.step(roles, sampling, progress.state)
     who = f"step {step} of algorithm.name={config.algorithm.name}"

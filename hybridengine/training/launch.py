@@ -31,6 +31,7 @@ from hybridengine.rollouts.engines import Engines
 from hybridengine.topology.nodes import order_pools
 from hybridengine.topology.sizes import TrainSizes
 from hybridengine.training.dry_run import budgets_of
+from hybridengine.training.files import judge_stops
 
 WORKERS = {
     "actor": "workers.actor.ActorWorker",
@@ -38,6 +39,7 @@ WORKERS = {
     "critic": "workers.critic.CriticWorker",
     "cost_critic": "workers.critic.CriticWorker",
     "reference": "workers.reference.ReferenceWorker",
+    "teacher": "workers.teacher.TeacherWorker",
     "reward": "workers.reward.RewardModelWorker",
     "cost": "workers.reward.RewardModelWorker",
 }
@@ -45,6 +47,7 @@ WORKERS = {
 TRAINED_ACTOR = "workers.policy.PolicyWorker"
 """Worker of an actor that draws no responses."""
 FUNCTION_WORKER = "workers.reward.RewardFunctionWorker"
+JUDGE_WORKER = "workers.judge.JudgeWorker"
 
 
 def pool_ranks(config: RunConfig) -> dict[str, tuple[int, ...]]:
@@ -223,20 +226,35 @@ class RunPools:
         )
 
     def _scorers(self, role: Role, compute: WorkerGroup) -> Scorers:
-        """Return the groups of a reward section: one for all functions, on all ranks of its pool, and one per model."""
+        """Return the groups of a reward section: one for functions and services, one for each model and judge."""
         config, pool = self._config, self._pools[self._config.pool_of(role)]
         section: RewardSection = getattr(config, role)
-        groups = [self._helper(pool, role, FUNCTION_WORKER)] if section.functions else []
+        groups = [self._helper(pool, role, FUNCTION_WORKER)] if section.are_called else []
         groups += [
             self._model(holder, WORKERS[role], folder=holder.folder, section=role, term=holder.term)
             for holder in model_holders(config)
             if holder.role == role
         ]
+        groups += [self._judge(role, term, pool) for term in section.judges]
         weights = {score_column(role, term): weight for term, weight in section.weights.items()}
         own = tuple(score_column(role, term) for term in section.episodes)
-        summed = weights if section.models or (weights and own) else {}
+        summed = weights if section.models or section.judges or (weights and own) else {}
         episodes = config.rollout.episode is not None
-        return Scorers(groups, compute, summed, tuple(weights), own, episodes)
+        return Scorers(groups, compute, summed, tuple(weights), own, episodes, "" in section.functions)
+
+    def _judge(self, role: Role, term: str, pool: ResourcePool) -> WorkerGroup:
+        """Return the group of a judge: its engines divide the pool's ranks."""
+        config, section = self._config, getattr(self._config, role)
+        folder, engine = Path(section.scorers[term].path), section.judges[term].engine
+        arguments = {"folder": folder, "section": role, "term": term, "stop_token_ids": judge_stops(folder)}
+        return WorkerGroup(
+            pool,
+            JUDGE_WORKER,
+            role=f"{role}_{term}" if term else role,
+            parallel=TrainSizes(engine.pp_size, engine.tp_size, pool.num_ranks // engine.num_ranks),
+            order=config.cluster.order,
+            config={"run": config, **arguments},
+        )
 
     def _helper(
         self, pool: ResourcePool, role: str, worker: str, num_replicas: int | None = None

@@ -35,6 +35,7 @@ BARS = {
     "switch_to_train": "switch",
     "log_probs": "log-probs",
     "ref_log_probs": "log-probs",
+    "teacher_log_probs": "log-probs",
     "values": "values",
     "cost_values": "values",
     "scores": "scores",

@@ -127,7 +127,7 @@ def object_of(rows: Rows) -> bytes:
     """Return Ray's name of the object that holds the column `wide` of rank 0."""
     (source,) = rows._sources
     assert isinstance(source.origin, Produced)
-    reference, path = source.origin.future.batches[0]
+    reference, path = source.origin.batches[0]
     (stored,) = find_batches([(ray.get(reference), path)], timeout_s=60)
     return stored.columns["wide"].content.binary()
 

@@ -155,6 +155,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         },
         "actor": {"entropy_coef": 0.01},
     },
+    "distill": {"algorithm": {"name": "distill", "gamma": 0.5, "reward_coef": 0.4}},
     "online_dpo": {"algorithm": {"name": "online_dpo", "label_smoothing": 0.1, "beta": 0.3}},
 }
 """Name -> sections of the run's configuration: all dataflows, and all options of the policy's and critic's losses."""

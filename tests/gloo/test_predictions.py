@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from hybridengine.algorithms.losses.distillation import divergence
 from hybridengine.backends import predictions
 from hybridengine.backends.places import Places
 from hybridengine.backends.predictions import Predictions
@@ -174,6 +175,66 @@ def test_values_and_gradients_on_every_tensor_parallel_size(
             assert not found.weight_grad[len(own) :].any(), "padding takes no gradient"
             if dtype is torch.float32:  # in bfloat16 tokens have equal logits
                 assert torch.equal(found.ids, right.ids)
+
+
+NUM_OTHERS = 9
+"""Tokens of each position whose log-probs are computed together, some of them more than once."""
+
+
+def others_on_own_shard(rank: int) -> list[tuple[Tensor, ...]]:
+    """Return log-probs of several tokens, those of the teacher's likeliest, and gradients, for every size."""
+    registry, case, results = ProcessGroups(), make_case(torch.float32, 1.0), []
+    for sizes, block in product(SIZES, BLOCKS):
+        grid = Grid(TrainSizes.parse(sizes))
+        group = registry.of(grid.groups("tp"))
+        width = PADDED // grid.sizes.tp_size
+        first = grid.coordinate(rank).tp_rank * width
+        predictions.BLOCK_ENTRIES = block
+        places = Places.everywhere((ROWS, POSITIONS), registry.of(grid.groups()))
+        hidden = case.hidden.clone().requires_grad_()
+        weight = case.weight[first : first + width].clone().requires_grad_()
+        one = Predictions(hidden.flatten(0, 1), weight, VOCAB, group, places)
+        ids, teacher = teacher_of(case, VOCAB)
+        divergences = divergence(one.log_probs_of(ids, SHARPENED), teacher.float())
+        divergences.sum().backward()
+        assert hidden.grad is not None and weight.grad is not None
+        torch.distributed.all_reduce(hidden.grad, group=group)
+        some = one.log_probs_of(ids[..., :NUM_OTHERS] // 2, SHARPENED)
+        top = one.most_likely(NUM_TOP, SHARPENED)[1]
+        results.append(
+            (some.detach(), top, divergences.detach(), hidden.grad, weight.grad[: max(0, VOCAB - first)])
+        )
+    return results
+
+
+def teacher_of(case: Case, count: int) -> tuple[Tensor, Tensor]:
+    """Return (ids, log-probs in float64) of the most likely tokens of another model at each position."""
+    generator = torch.Generator().manual_seed(8)
+    logits = torch.randn(ROWS, POSITIONS, VOCAB, generator=generator, dtype=torch.float64)
+    top = logits.log_softmax(-1).topk(count)
+    return top.indices, top.values
+
+
+def test_the_divergence_over_the_whole_vocabulary(run_ranks: RankLauncher):
+    """Beside float64 autograd of sum(pi·(log pi - log pi_teacher)), whose tokens nobody lists."""
+    case = make_case(torch.float32, 1.0)
+    hidden, weight = (one.double().requires_grad_() for one in (case.hidden, case.weight[:VOCAB]))
+    every = (hidden @ weight.T / SHARPENED).log_softmax(-1)
+    ids, teacher = teacher_of(case, VOCAB)
+    by_token = torch.zeros_like(teacher).scatter(-1, ids, teacher)
+    divergences = (every.exp() * (every - by_token)).sum(-1)
+    divergences.sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
+    some = every.gather(-1, ids[..., :NUM_OTHERS] // 2).detach()
+    top = every.detach().topk(NUM_TOP).values
+    for rank, results in enumerate(run_ranks(4, others_on_own_shard)):
+        for (sizes, _), found in zip(product(SIZES, BLOCKS), results, strict=True):
+            grid = Grid(TrainSizes.parse(sizes))
+            width = PADDED // grid.sizes.tp_size
+            first = grid.coordinate(rank).tp_rank * width
+            right = some, top, divergences.detach(), hidden.grad, weight.grad[first : first + width]
+            for one, other in zip(found, right, strict=True):
+                torch.testing.assert_close(one.double(), other, atol=1e-4, rtol=1e-4)
 
 
 def whole(rank: int) -> None:

@@ -130,6 +130,8 @@ def test_a_loss_of_the_user_may_read_all_of_them(built: Path) -> None:
             "algorithm.kl_controller.rate=5 could make the weight of the penalty 0 or negative; choose less than 5",
         ),
         ([*GRPO, "algorithm.kl_controller.target=0.1"], "unknown key algorithm.kl_controller"),
+        ([*GRPO, "algorithm.max_rounds=3"], None),
+        ([*GRPO, "algorithm.max_rounds=0"], "algorithm.max_rounds=0 must be"),
         (
             [*GRPO, f"algorithm.loss={CLIP_COV_LOSS}", "algorithm.covariance.low=5"],
             "algorithm.covariance.low=5 must be less than its high=5; lower the one or raise the other",
@@ -152,5 +154,4 @@ def test_dapo_as_published() -> None:
     assert actor.kl_loss_coef == actor.entropy_coef == 0
     assert overlong is not None
     assert (overlong.penalty, overlong.mask) == (1.0, False)
-    assert config.generation.max_tries > 1
-    assert config.staleness.max_versions == 0
+    assert config.algorithm.num_rounds > 1

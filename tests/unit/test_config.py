@@ -131,6 +131,7 @@ def test_the_committed_configurations_are_those_that_the_readme_names(
         "dpo": (4, None),
         "fp8-rollouts": (4, 408_704),
         "hybridflow-ppo": (8, 13_015_864_320),
+        "distill": (4, 89_920),
         "llama3-70b-16nodes": (128, 70_553_706_496),
         "lora": (4, 310_656 + 53_248),
         "moe": (4, 902_144),

@@ -99,6 +99,7 @@ ASYNCHRONOUS = """
 """Engines generate meanwhile; they receive new weights after the update and the statistics."""
 ROWS = {"rows": 15, "prompts": 5, "pairs": 10}
 EXPECTED |= dict.fromkeys(("grpo", "reinforce_plus_plus"), EXPECTED["rloo"])
+EXPECTED["distill"] = EXPECTED["rloo"].replace("reference", "teacher")
 ASYNCHRONOUS_PPO = """
 0 generation.take             -        rows
 1 reward.compute_scores       0        rows

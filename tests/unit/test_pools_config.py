@@ -61,7 +61,7 @@ def test_every_rank_that_works_by_itself_has_rows(tmp_path: Path):
     shared = {"cluster": {"ranks_per_node": [4], "pools": pools}, "actor": {"parallel": "2-2-1"}}
     text = problems(tmp_path, **few, **shared)
     assert (
-        "each of the 8 ranks of cluster.pools.scoring.ranks_per_node=[8] calls the functions of reward for rows of its"
+        "each of the 8 ranks of cluster.pools.scoring.ranks_per_node=[8] calls the scorers of reward for rows of its"
         " own, and data.batch_size=4 · rollout.samples_per_prompt=1 leave 4 for all of them; raise data.batch_size, or"
         " take fewer ranks"
     ) in text
@@ -96,7 +96,7 @@ def test_sizes_are_held_against_the_pool_of_the_role(tmp_path: Path):
         (
             {"a": {"roles": ["actor"]}},
             "cluster.pools.a.roles[0]=\"actor\" must be 'generation', 'critic', 'cost_critic', 'reference',"
-            " 'reward' or 'cost'",
+            " 'teacher', 'reward' or 'cost'",
         ),
         (
             {"a": {"roles": []}},

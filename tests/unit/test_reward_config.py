@@ -142,7 +142,7 @@ def test_retries(built: Path, overrides: list[str], retries: int) -> None:
         ),
         (
             ["reward.terms.one.zzz=1", "reward.terms.one.function=a:b"],
-            ["unknown key reward.terms.one.zzz; keys here are kind, function, path, "],
+            ["unknown key reward.terms.one.zzz; keys here are kind, function, service, judge, path, "],
         ),
         (
             ["weight=1"],
@@ -229,6 +229,90 @@ def test_a_model_among_the_terms_has_one_label(with_terms: Path, tmp_path: Path)
     assert problem.startswith(
         f"reward.terms.liked.path={tmp_path / 'chatty'} has no score head, a reward model gives"
     )
+
+
+URL = "http://scorer:8080/score?kind=maths"
+
+
+def test_services(built: Path) -> None:
+    given = ["reward.kind=service", f"reward.service.urls=['{URL}','https://[::1]/']"]
+    reward = load_config(built, given).reward
+    assert (reward.functions, list(reward.services), reward.are_called) == ({}, [""], True)
+    assert reward.services[""].urls == (URL, "https://[::1]/")
+    assert (reward.num_service_retries, reward.num_retries) == (4, 0)
+    assert load_config(built, [*given, "reward.retries=1"]).reward.num_service_retries == 1
+    (path,) = (
+        path
+        for key, path in load_config(built, [*given, "reward.service.key_file=a/key"]).paths_to_read.items()
+        if key == "reward.service.key_file"
+    )
+    assert path == Path("a/key").resolve()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "messages"),
+    [
+        (["reward.kind=service"], ["reward.kind=service needs reward.service; give reward.service.urls, or"]),
+        (
+            [f"reward.service.urls=['{URL}']"],
+            [
+                "reward.kind=function does not read reward.service; leave out reward.service.urls, or choose reward.kind"
+            ],
+        ),
+        (["reward.kind=service", "reward.service.max_in_flight=2"], ["reward.service.urls"]),
+        (["reward.kind=service", "reward.service.urls=[]"], ["reward.service.urls"]),
+        (
+            ["reward.kind=service", "reward.service.urls=['ftp://scorer/']"],
+            [
+                "reward.service.urls: 'ftp://scorer/' is not the address of a service; write http://HOST:PORT/PATH or"
+            ],
+        ),
+        (
+            ["reward.kind=service", "reward.service.urls=['http://me:word@scorer/']"],
+            [
+                "is not the address of a service; write http://HOST:PORT/PATH or https://..., without a user name"
+            ],
+        ),
+        (
+            ["reward.kind=service", f"reward.service.urls=['{URL}']", "reward.service.columns=[tokens]"],
+            ["reward.service.columns"],
+        ),
+        (
+            ["reward.kind=service", f"reward.service.urls=['{URL}']", "reward.timeout_s=200"],
+            [
+                "reward.timeout_s=200 and 5 calls for the same rows and pauses of up to 200 s make 1800 s, which must be"
+                " less than timeouts.call_s=1800; lower the one or raise the other"
+            ],
+        ),
+        (  # 64 rows on 4 ranks: 16 each, 8 calls of 2 rows, 3 at a time
+            [
+                "reward.kind=service",
+                f"reward.service.urls=['{URL}']",
+                "reward.service.max_in_flight=3",
+                "reward.on_failure=drop",
+                "reward.retries=0",
+                "data.batch_size=64",
+                "reward.rows_per_call=2",
+                "reward.timeout_s=600",
+            ],
+            [
+                "and 1 call for the same rows, 3 after one another on a rank, make 1800 s, which must be less than"
+            ],
+        ),
+        (
+            ["reward.terms.one.kind=service", f"reward.service.urls=['{URL}']"],
+            [
+                "so that nothing reads reward.service",
+                "reward.terms.one.kind=service needs reward.terms.one.service",
+            ],
+        ),
+    ],
+)
+def test_invalid_services(built: Path, overrides: list[str], messages: list[str]) -> None:
+    found = problems_of(built, *overrides)
+    assert len(found) == len(messages), found
+    for message in messages:
+        assert any(message in text for text in found), found
 
 
 def test_a_cost_has_the_rules_of_a_reward_but_no_function_by_default(built: Path) -> None:

@@ -99,7 +99,7 @@ def produced(name: str, batch: TensorDict, sizes: tuple[int, ...]) -> Produced:
         store(batch[first : first + size], rank, inline_bytes=48)
         for rank, (first, size) in enumerate(zip(first_rows, sizes, strict=True))
     ]
-    return Produced(Ended(name, stored), np.array(first_rows), NUM_ROWS)  # type: ignore[arg-type]
+    return Produced((Ended(name, stored),), np.array(first_rows), NUM_ROWS)  # type: ignore[arg-type]
 
 
 ONE = produced("actor.one", FIRST, (3, 4))
@@ -117,6 +117,7 @@ steps = st.one_of(
     st.tuples(st.just("slice"), st.slices(NUM_ROWS)),
     st.tuples(st.just("repeat"), st.integers(1, 3)),
     st.tuples(st.just("pad"), st.integers(1, 5)),
+    st.tuples(st.just("concat"), st.slices(NUM_ROWS)),
     st.tuples(st.just("shuffle"), st.randoms(use_true_random=False)),
     st.tuples(st.just("mask"), st.integers(0, 2**16 - 1)),
     st.tuples(st.just("select"), st.sets(st.sampled_from(["tokens", "scores", "values"]), min_size=1)),
@@ -138,6 +139,10 @@ def test_operations_are_those_of_a_tensordict(operations: list[tuple], num_parts
             missing = -count % value
             rows = rows.pad_to_multiple(value)
             expected = expected[torch.tensor([*range(count), *(row % count for row in range(missing))])]
+        elif name == "concat":
+            more = torch.tensor(range(count)[value], dtype=torch.long)
+            rows = rows[1:].concat(rows[value], rows[:1])
+            expected = expected[torch.cat([torch.arange(count)[1:], more, torch.arange(count)[:1]])]
         elif name == "shuffle":
             order = value.sample(range(count), count)
             rows, expected = rows[order], expected[torch.tensor(order, dtype=torch.long)]
@@ -315,6 +320,15 @@ def test_other_numbers_of_rows_cannot_stand_side_by_side() -> None:
         Rows.numbered(7).union(Rows.numbered(7)[:3])
 
 
+def test_rows_of_other_methods_cannot_follow_one_another() -> None:
+    one, two = Rows([Source(ONE)], NUM_ROWS), Rows([Source(TWO)], NUM_ROWS)
+    for others in (two, one.union(two), one.select("tokens"), columns(extra=NUMBERS)):
+        with pytest.raises(
+            ProtocolError, match=r"7 rows of actor.one\) and .* cannot follow one another; join rows"
+        ):
+            one.concat(Rows.of(others) if isinstance(others, TensorDict) else others)
+
+
 def test_a_column_that_nobody_has_produced_is_named() -> None:
     with pytest.raises(
         ProtocolError, match=r"columns \['values'\] are needed.*there are \['scores', 'tokens'\]"
@@ -361,7 +375,7 @@ def test_columns_by_other_names(here: bool) -> None:
 def test_a_column_that_some_ranks_lack_is_an_error_also_where_it_is_optional() -> None:
     halves = (FIRST.select("scores")[:3], FIRST[3:])
     stored = [store(half, rank, inline_bytes=48) for rank, half in enumerate(halves)]
-    rows = Rows([Source(Produced(Ended("compute.map", stored), np.array([0, 3]), NUM_ROWS))], NUM_ROWS)  # type: ignore[arg-type]
+    rows = Rows([Source(Produced((Ended("compute.map", stored),), np.array([0, 3]), NUM_ROWS))], NUM_ROWS)  # type: ignore[arg-type]
     batches: Batches = {}
     request = rows.request(range(NUM_ROWS), ("scores",), batches, optional=("tokens",))
     with pytest.raises(TransferError, match=r"column 'tokens' of compute\.map is missing on rank 0"):

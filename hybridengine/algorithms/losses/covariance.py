@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridengine.algorithms.losses.aggregation import Aggregation, LossStats, SummedLoss
 from hybridengine.algorithms.losses.parts import cleaned, summed_loss
-from hybridengine.algorithms.losses.policy import policy_loss
+from hybridengine.algorithms.losses.policy import clipped_loss
 from hybridengine.algorithms.losses.ratios import bounded_ratios
 from hybridengine.algorithms.masking import masked_sum
 from hybridengine.config.algorithm import Algorithm
@@ -35,17 +35,8 @@ def clip_cov_loss(
     """
     free_BR = (~columns["covariant"]).to(log_probs_BR.dtype)
     weights_BR = columns.get("weights")
-    loss = policy_loss(
-        log_probs_BR,
-        columns["log_probs"],
-        columns["advantages"],
-        columns["mask"],
-        actor.clip_low,
-        actor.clip_high,
-        dual_clip=actor.dual_clip,
-        weights_BR=free_BR if weights_BR is None else free_BR * weights_BR,
-        aggregation=aggregation,
-    )
+    weights_BR = free_BR if weights_BR is None else free_BR * weights_BR
+    loss = clipped_loss(log_probs_BR, {**columns, "weights": weights_BR}, algorithm, actor, aggregation)
     return loss + _chosen(columns, loss)
 
 

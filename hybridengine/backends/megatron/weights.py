@@ -15,9 +15,8 @@ from torch import Tensor
 from hybridengine.backends.megatron.model import DTYPES
 from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.trainer import MegatronModel
-from hybridengine.checkpoints.hf_files import HfWriter, SafetensorsFolder, type_of
+from hybridengine.checkpoints.hf_files import HfWriter, SafetensorsFolder, read_parameters, type_of
 from hybridengine.checkpoints.peft_files import PeftFolder, PeftWriter
-from hybridengine.errors import CheckpointError
 from hybridengine.families.adapters import FACTORS, is_of_adapter
 from hybridengine.families.sizes import AdapterSizes
 from hybridengine.files import writing
@@ -45,20 +44,10 @@ def load_weights(model: MegatronModel, folder: str | Path) -> None:
         CheckpointError: the checkpoint lacks a tensor, is damaged, or has non-finite weights.
     """
     model.expect_weights()
-    files = SafetensorsFolder(folder)
-    for parameter in model.layout.shard(model.rank).parameters:
-        if is_of_adapter(parameter.name):
-            continue
-        target = model.weights[parameter.name]
-        target.zero_()
-        for piece in parameter.pieces:
-            if piece.tensor not in files:
-                if piece.tensor == SCORE_HEAD:
-                    continue
-                raise CheckpointError(
-                    f"{folder} has no tensor {piece.tensor}, which {parameter.name} needs; use a complete checkpoint"
-                )
-            target[piece.index].copy_(files.read(piece.tensor, piece.box))
+    shard = model.layout.shard(model.rank).parameters
+    own = [parameter for parameter in shard if not is_of_adapter(parameter.name)]
+    weights = {parameter.name: model.weights[parameter.name] for parameter in own}
+    read_parameters(folder, own, weights, may_lack=(SCORE_HEAD,))
 
 
 def fingerprint_of(folder: str | Path) -> str:

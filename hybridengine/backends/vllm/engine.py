@@ -75,7 +75,7 @@ class VllmEngine:
             importlib.import_module("vllm.entrypoints.llm")
             importlib.import_module("vllm.v1.engine.core")
         with process_state_kept():
-            install_groups(generation, identity)
+            self._groups = install_groups(generation, identity)
             adapters = None if shape.merges_adapters else shape.adapters
             adapted = vllm_layout(shape, generation) if num_loaded else self.layout
             options = lora_options(adapters, adapted, num_loaded) if adapters else {}
@@ -179,6 +179,7 @@ class VllmEngine:
 
     def settle(self) -> None:
         """Finish steps in flight, before the weights change."""
+        self._groups.use()
         self._requests.settle(self.version)
 
     def weights_changed(self, version: int, keep_kv: bool) -> None:
@@ -234,6 +235,7 @@ class VllmEngine:
     def advance(self, num_steps: int = 1) -> list[Response]:
         """Take up to `num_steps` engine steps, while requests are unfinished; return the responses that have ended."""
         self._expect_weights()
+        self._groups.use()
         ended: list[Response] = []
         for _ in range(num_steps):
             if self._requests:

@@ -1,6 +1,8 @@
 """vLLM's process groups, built from a generation grid before an engine is constructed.
 
-vLLM would place them on consecutive ranks of the world; like this, several engines with interval grouping share it.
+vLLM would place them on consecutive ranks of the world; like this, several engines with interval grouping share it. A
+process may have engines of several grids, such as an actor's and a judge's: each puts its own groups into vLLM's globals
+before it computes.
 """
 
 from __future__ import annotations
@@ -21,22 +23,32 @@ from hybridengine.topology.grid import Groups
 
 SHARED_MEMORY = Path("/dev/shm")
 """Folder in which Linux lists shared memory by name."""
-_installed: list[tuple[Groups, Groups]] = []
+GLOBALS = ("_WORLD", "_NODE_COUNT", "_TP", "_PP", "_DP", "_DCP", "_PCP", "_ETP", "_EP")
+"""Names of vLLM's globals that hold groups, and a number that follows from them."""
+_made: dict[tuple[Groups, Groups], EngineGroups] = {}
 
 
-def install_groups(generation: GenerationGrid, identity: str) -> None:
-    """Install the groups of `generation` in vLLM; once per process. Collective. `identity` is unique among a node's jobs.
+class EngineGroups:
+    """The groups that vLLM's globals hold when this is created."""
 
-    Raises TopologyError if a different grid is installed already, or torch cannot preserve the order of ranks.
+    def __init__(self) -> None:
+        self._values = {name: getattr(parallel_state, name) for name in GLOBALS}
+
+    def use(self) -> None:
+        """Put the groups into vLLM's globals."""
+        for name, value in self._values.items():
+            setattr(parallel_state, name, value)
+
+
+def install_groups(generation: GenerationGrid, identity: str) -> EngineGroups:
+    """Return the groups of `generation`, which vLLM uses now. Collective at the first time for each grid.
+
+    `identity` is unique among a node's jobs. Raises TopologyError if torch cannot preserve the order of ranks.
     """
     tensor, pipeline = wanted = generation.groups("tp"), generation.groups("pp")
-    if parallel_state.model_parallel_is_initialized():
-        if _installed != [wanted]:
-            raise TopologyError(
-                f"this process has vLLM groups already, {generation.sizes} over {generation.train.sizes} needs others;"
-                " one process hosts engines of one generation grid"
-            )
-        return
+    if wanted in _made:
+        _made[wanted].use()
+        return _made[wanted]
     world = tuple(range(generation.train.num_ranks))
     os.environ["VLLM_DIST_IDENT"] = identity
     singles: Groups = tuple((rank,) for rank in world)
@@ -47,7 +59,8 @@ def install_groups(generation: GenerationGrid, identity: str) -> None:
     for axis in ("_DP", "_DCP", "_PCP"):
         setattr(parallel_state, axis, _group(singles, axis.strip("_").lower()))
     parallel_state._ETP = parallel_state._EP = parallel_state._TP  # experts are shared among the same ranks
-    _installed[:] = [wanted]
+    _made[wanted] = EngineGroups()
+    return _made[wanted]
 
 
 def _group(groups: Groups, name: str, communicates: bool = True) -> parallel_state.GroupCoordinator:

@@ -31,9 +31,13 @@ def structured_params(structure: StructureSection) -> Any:
 
 
 def check_structure(
-    structure: StructureSection, tokenizer: str | Path, vocab_size: int, stop_token_ids: Sequence[int]
+    structure: StructureSection,
+    tokenizer: str | Path,
+    vocab_size: int,
+    stop_token_ids: Sequence[int],
+    key: str = "rollout.structure",
 ) -> None:
-    """Raise ConfigError unless vLLM takes the form of responses, and some token may begin one."""
+    """Raise ConfigError unless vLLM takes the form of responses, the value of `key`, and some token may begin one."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, validate_xgrammar_grammar
@@ -56,12 +60,11 @@ def check_structure(
     except (VLLMValidationError, ValueError, RuntimeError) as error:
         why = " ".join(re.sub(r"\[\S+\] \S+:\d+: ", "", str(error)).split())  # without xgrammar's own lines
         raise ConfigError(
-            f"rollout.structure={_shown(structure)} is refused by the engine: {why}; write another form, or leave"
-            " rollout.structure out"
+            f"{key}={_shown(structure)} is refused by the engine: {why}; write another form, or leave {key} out"
         ) from None
     if not mask.any():
         raise ConfigError(
-            f"rollout.structure={_shown(structure)} cannot be met: no token of {tokenizer} begins such a response; write"
+            f"{key}={_shown(structure)} cannot be met: no token of {tokenizer} begins such a response; write"
             " a form with at least one text"
         )
 

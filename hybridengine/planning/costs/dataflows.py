@@ -31,6 +31,7 @@ PHASES: Mapping[str, str] = {
     "actor.compute_log_probs": "log_probs",
     "reference.compute_log_probs": "ref_log_probs",
     "actor.compute_base_log_probs": "ref_log_probs",
+    "teacher.compute_log_probs": "teacher_log_probs",
     "critic.compute_values": "values",
     "cost_critic.compute_values": "cost_values",
     "reward.compute_scores": "scores",
@@ -236,7 +237,7 @@ def calls_of(
         prompts=_Result(trace, num_prompts),
     )
     try:
-        algorithm.step(roles, sampling, {})
+        algorithm.traced().step(roles, sampling, {})
     except Exception as error:  # the step may be the user's code
         raise ConfigError(
             f"algorithm.name={algorithm.name}: the planner cannot trace its step ({type(error).__name__}: {error});"

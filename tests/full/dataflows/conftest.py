@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import yaml
 
-from hybridengine.config import load_config
-from hybridengine.training.files import claim_run, prepare_files
+from hybridengine.config import RunConfig, load_config
+from hybridengine.config.role_sections import TeacherSection
+from hybridengine.controller.worker_group import WorkerGroup
+from hybridengine.drivers.roles import Roles
+from hybridengine.training.files import build_model, claim_run, prepare_files
 from hybridengine.training.launch import RunPools
 from tests.full.dataflows.shared import COST_LIMIT, MULTIPLIER_LR, Started
 from tests.full.tiny_runs import SECTIONS
@@ -42,4 +46,17 @@ def started(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> Itera
         pools.start()
         actor = pools.start_model("actor", folder=config.model_folder, stop_token_ids=files.stop_token_ids)
         actor.start_training()
-        yield Started(config, files, pools, pools.start_roles(actor))
+        groups: dict[str, Any] = {**pools.start_roles(actor).__dict__, "teacher": teacher_of(config, actor)}
+        yield Started(config, files, pools, Roles(**groups))
+
+
+def teacher_of(config: RunConfig, actor: WorkerGroup) -> WorkerGroup:
+    """Return the teacher, a model with weights of its own: no run has it and all other roles as well."""
+    seeded = config.run.model_copy(update={"name": "teacher", "seed": 4})
+    folder = config.model_copy(update={"run": seeded}).model_folder
+    build_model(config.model_copy(update={"run": seeded}))
+    run = config.model_copy(update={"teacher": TeacherSection(path=str(folder))})
+    arguments = {"run": run, "folder": folder}
+    return WorkerGroup(
+        actor.pool, "workers.teacher.TeacherWorker", role="teacher", parallel="1-2-2", config=arguments
+    )

@@ -103,6 +103,24 @@ def test_covariant_tokens_and_a_baseline_for_each_token(started: Started) -> Non
     assert metrics["actor/grad_norm"] > 0
 
 
+def test_the_teachers_most_likely_tokens(started: Started) -> None:
+    for count in (57, 5):
+        metrics = one_step(started, "distill", State(), top_k=count)
+        assert metrics["actor/policy_loss"] == 0 < metrics["actor/grad_norm"]
+        assert 0 < metrics["actor/teacher_kl"] < 1
+
+
+def test_prompts_of_equal_scores_are_replaced(started: Started) -> None:
+    """Rows of two calls of each method are one batch: trainer and engines agree on every row of it."""
+    state = State()
+    metrics = one_step(started, "grpo", state, num_samples=2, max_rounds=3)
+    rounds = metrics["rollout/rounds"]
+    assert rounds > 1 and metrics["rollout/equal_groups"] > 0, "eight pairs of short responses"
+    assert state["more_prompts"] == (rounds - 1) * PROMPTS
+    assert metrics[keys.LOG_PROB_ABS_DIFF_MAX] < 1e-4
+    assert metrics["actor/grad_norm"] > 0 and metrics["rollout/dropped_rows"] == 0
+
+
 def test_a_correction_leaves_a_batch_on_policy_alone(started: Started) -> None:
     """Engine and trainer agree to 1e-4 here, so weights are 1 and nothing is dropped."""
     correction = CorrectionSection(name="sequence_mis", high=1.5)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_a_role_that_the_run_does_not_have(started: Started) -> None:
-    groups: dict[str, WorkerGroup] = {"actor": started.roles.actor, "prompts": started.roles.prompts}
+    groups: dict[str, Any] = {"actor": started.roles.actor, "prompts": started.roles.prompts}
     sampling = Sampling(step=1, num_prompts=4, samples_per_prompt=1, first_seed=0)
     with pytest.raises(
         ConfigError, match="the dataflow uses the role 'critic', and the run has actor, prompts"
@@ -115,7 +115,8 @@ def test_an_evaluation_that_fails_leaves_its_bars(started: Started) -> None:
         config={"run": started.config.model_copy(update={"reward": section}), "section": "reward"},
     )
     reward = Scorers([failing], started.roles.compute, {})
-    roles = Roles(**started.roles.__dict__ | {"reward": reward})
+    groups: dict[str, Any] = {**started.roles.__dict__, "reward": reward}
+    roles = Roles(**groups)
     rows, bars = left_by(
         started, roles, returns_nothing, "unjudged", RankFailedError, "reward.function=math:pow, row"
     )

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hybridengine.config import load_config
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
-from tests.full.engines.worker_ranks import NUM_ROWS, STOP_TOKEN, rollout_of, run_all_roles
+from tests.full.engines.worker_ranks import MAX_PROMPT_TOKENS, NUM_ROWS, STOP_TOKEN, rollout_of, run_all_roles
 from tests.gloo.ranks import RankLauncher
 from tests.gloo.tiny_models import write_model
 
@@ -142,6 +142,42 @@ def test_rewards_of_a_function_see_the_responses_text_and_the_rows_answer(seen: 
         first, length = int(seen.rows["prompt_lengths"][row]), int(seen.rows["response_lengths"][row])
         text = tokenizer.decode(seen.rows["tokens"][row, first : first + length], skip_special_tokens=True)
         assert score == len(text) + 100.0 * row
+
+
+def test_verdicts_are_the_likeliest_digits_of_transformers(seen: Seen):
+    """Judges of two sizes on ranks of an actor that generates and trains in between, one with its weights offloaded."""
+    tokenizer, expected = build_arithmetic_tokenizer(), list[float]()
+    digits = tokenizer.convert_tokens_to_ids(list("0123456789"))
+    for row in range(NUM_ROWS):
+        first, length = int(seen.rows["prompt_lengths"][row]), int(seen.rows["response_lengths"][row])
+        tokens = seen.rows["tokens"][row]
+        prompt, response = (
+            tokenizer.decode(part, skip_special_tokens=True)
+            for part in (tokens[:first], tokens[first : first + length])
+        )
+        asked = tokenizer(
+            f"<|im_start|>user{prompt}={response}?{row}<|im_end|><|im_start|>assistant"
+        ).input_ids
+        with torch.no_grad():
+            logits = seen.policy(torch.tensor([asked])).logits[0, -1]
+        expected.append(float(logits[digits].argmax()) if len(asked) <= MAX_PROMPT_TOKENS else float("nan"))
+    too_long = sum(score != score for score in expected)
+    assert 0 < too_long < NUM_ROWS and len(set(expected)) > 2, expected
+    for found in (*seen.results["verdicts"].values(), seen.results["verdicts_after"]):
+        torch.testing.assert_close(found["scores"], torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(found["dropped"], torch.tensor(expected).isnan())
+    asked = NUM_ROWS - too_long
+    assert seen.results["judge_metrics"] == [
+        {
+            "reward/verdicts": 2.0 * asked,
+            "reward/unparsed": 0.0,
+            "reward/long_prompts": 2.0 * too_long,
+            "reward/verdict_tokens": 4.0 * asked,
+        },
+        {},
+        {},
+        {},
+    ]
 
 
 def test_values_are_zero_at_first_and_move_towards_the_returns(seen: Seen):

@@ -10,18 +10,43 @@ import torch.distributed as dist
 from tensordict import NonTensorStack, TensorDict
 
 from hybridengine.config import Role, RunConfig
+from hybridengine.config.judge_section import JudgeSection, MessageSection
+from hybridengine.config.sections import StructureSection
 from hybridengine.rows.batch import columns_of
 from hybridengine.rows.protocols import ROW_NUMBERS, GroupTopology, RankContext, Registration, registered
+from hybridengine.topology.sizes import GenSizes, TrainSizes
 from tests.full.engines.vllm_ranks import take_place
 from tests.gloo.row_parts import concat_rows, slice_rows
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
+from workers.judge import JudgeWorker
 from workers.reference import ReferenceWorker
 from workers.reward import RewardFunctionWorker, RewardModelWorker
 
 NUM_ROWS = 12
 STOP_TOKEN = 3
 FIRST_SEED = 50
+
+
+MAX_PROMPT_TOKENS = 36
+"""Longest prompt of the judges, which some rows exceed."""
+
+
+def judging(run: RunConfig, engine: GenSizes, folder: Path, offload: bool) -> RunConfig:
+    """Return a run whose reward is the digit that a judge answers."""
+    judge = JudgeSection(
+        messages=(MessageSection(role="user", content="{prompt}={response}?{answer}"),),
+        regex="([0-9])",
+        structure=StructureSection(regex="[0-9]"),
+        max_tokens=2,
+        max_prompt_tokens=MAX_PROMPT_TOKENS,
+        engine=engine,
+        kv_cache_bytes=16 * 2**20,
+        offload=offload,
+    )
+    sizes = TrainSizes(engine.pp_size, engine.tp_size, 4 // engine.num_ranks)
+    update = {"kind": "judge", "path": str(folder), "judge": judge, "parallel": sizes}
+    return run.model_copy(update={"reward": run.reward.model_copy(update=update)})
 
 
 def rollout_of(run: RunConfig, seed: int = 0) -> TensorDict:
@@ -97,6 +122,17 @@ def run_all_roles(rank: int, run: RunConfig, actor: Path, scorer: Path) -> dict[
     reward = Group(run, "reward", RewardModelWorker, rank, folder=scorer)
     rule_only = run.model_copy(update={"reward": run.reward.model_copy(update={"kind": "function"})})
     rule = Group(rule_only, "reward", RewardFunctionWorker, rank)
+    judges = {
+        engine: Group(
+            judging(run, engine, actor, offload=engine.tp_size > 1),
+            "reward",
+            JudgeWorker,
+            rank,
+            folder=actor,
+            stop_token_ids=(STOP_TOKEN,),
+        )
+        for engine in (GenSizes(1, 1), GenSizes(1, 4))
+    }
     group.call("start_training")
 
     seen["log_probs"] = group.call("compute_log_probs", rows)
@@ -104,6 +140,7 @@ def run_all_roles(rank: int, run: RunConfig, actor: Path, scorer: Path) -> dict[
     seen["scores"] = reward.call("compute_scores", rows)
     seen["rule_scores"] = rule.call("compute_scores", rows)
     seen["values"] = critic.call("compute_values", rows)
+    seen["verdicts"] = {str(engine): judge.call("compute_scores", rows) for engine, judge in judges.items()}
 
     group.call("switch_to_generate")
     seen["rollout"] = rows.copy().update(group.call("generate_sequences", rows, FIRST_SEED))
@@ -124,5 +161,7 @@ def run_all_roles(rank: int, run: RunConfig, actor: Path, scorer: Path) -> dict[
     seen["values_after"] = critic.call("compute_values", rows)
     seen["log_probs_after"] = group.call("compute_log_probs", rows)
     seen["ref_log_probs_after"] = reference.call("compute_log_probs", rows)
+    seen["verdicts_after"] = judges[GenSizes(1, 4)].call("compute_scores", rows)
+    seen["judge_metrics"] = judges[GenSizes(1, 4)].call("take_metrics")
     group.call("export_model", str(run.run_folder / "saved"), str(actor))
     return seen
