@@ -102,6 +102,11 @@ lint: install ## ruff, pyright and the import contracts of the floors
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	$(VENV)/bin/lint-imports --no-logo
 
+# They take hours on 2 cores: for every night, not for every change.
+.PHONY: nightly
+nightly: install ## trains the recipes and compares them with their curves (ARGS="bits --seed 7" for one of them)
+	$(VENV)/bin/python -m scripts.check_recipes $(ARGS)
+
 # Strict: a broken link, anchor or name of the API fails. The variable silences an advertisement (decision 0038).
 .PHONY: docs
 docs: install ## the documentation site, into site/

@@ -1,4 +1,4 @@
-"""`hybridengine launch kuberay`: write a RayJob manifest for KubeRay, or apply it."""
+"""`hybridengine launch kuberay`: write a RayJob manifest for KubeRay, or create the job."""
 
 from __future__ import annotations
 
@@ -90,6 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--node-selector", action="append", default=[], metavar="LABEL=VALUE",
            help="label of the nodes of worker pods; may be repeated")  # fmt: skip
     option("--toleration", action="append", default=[], metavar="KEY",
+           type=_matching(r"[\w./-]+", "the key of a taint, such as nvidia.com/gpu"),
            help="taint that worker pods tolerate; may be repeated")  # fmt: skip
     option("--queue", type=name, default="", metavar="NAME", help="queue of Kueue, which admits the job")
     option(
@@ -108,7 +109,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--start-limit", type=seconds, default=0, metavar="SECONDS",
            help="time until the run begins, queueing included; 0 for none")  # fmt: skip
     option("--keep", type=seconds, default=600, metavar="SECONDS", help="time for which ended pods are kept")
-    add_output_options(parser, "kubectl apply")
+    add_output_options(parser, "kubectl create")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -160,13 +161,23 @@ def run(options: argparse.Namespace) -> int:
     )
     text = manifest(job)
     note(f"{job.name}: {shape}, and a head")
-    deliver(options, text, _apply)
+    deliver(options, text, lambda text: _create(text, job))
     return 0
 
 
-def _apply(text: str) -> None:
-    command = ["kubectl", "apply", "--filename", "-"]
-    note(run_program(command, text, "kubectl", "apply the manifest where kubectl is"))
+def _create(text: str, job: RayJob) -> None:
+    """Create the job; `kubectl apply` would start nothing where one of this name has ended, and change one that runs."""
+    command = ["kubectl", "create", "--filename", "-"]
+    try:
+        note(run_program(command, text, "kubectl", "create the job where kubectl is"))
+    except ConfigError as error:
+        if "(AlreadyExists)" not in str(error):
+            raise
+        raise ConfigError(
+            f"namespace {job.namespace} has a RayJob {job.name} already, of an earlier or of another run; delete it with"
+            f" `kubectl delete rayjob {job.name} --namespace {job.namespace}`, which ends it if it runs, or choose"
+            " another --job-name"
+        ) from None
 
 
 def _quantity(text: str) -> str:

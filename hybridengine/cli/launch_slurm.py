@@ -54,6 +54,7 @@ SET_HERE = {
 }
 """Options of sbatch that this command writes itself, and what they follow from."""
 TIME_LIMIT = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d\d))?(?::(\d\d))?")
+MEMORY_SIZE = re.compile(r"\d+([KMGT]B?)?", re.IGNORECASE)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +68,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--account", metavar="NAME", help="account that is charged")
     option("--qos", metavar="NAME", help="quality of service")
     option("--constraint", metavar="FEATURES", help="features of nodes, such as h100")
-    option("--mem", metavar="SIZE", help="memory of each node, such as 500G (default: all of it)")
+    option("--mem", type=_memory_size, metavar="SIZE",
+           help="memory of each node, such as 500G (default: all of it)")  # fmt: skip
     option("--job-name", metavar="NAME", help="name of the job and of its log (default: run.name)")
     option("--shared", action="store_true", help="accept nodes that other jobs use as well; needs --mem")
     option("--signal-before", type=between(LEAST_SIGNAL_BEFORE_S, 65_535), metavar="SECONDS",
@@ -180,6 +182,15 @@ def _seconds(limit: str) -> float:
         return (60 * first + (rest[0] if rest else 0)) or math.inf
     minutes, seconds = [*rest, 0, 0][:2]
     return (86_400 * (days or 0) + 3600 * first + 60 * minutes + seconds) or math.inf
+
+
+def _memory_size(text: str) -> str:
+    """Return the text; argparse.ArgumentTypeError unless SLURM takes it as a size of memory."""
+    if not MEMORY_SIZE.fullmatch(text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size of memory of SLURM; write megabytes, or a number with K, M, G or T, such as 500G"
+        )
+    return text
 
 
 def _time_limit(text: str) -> str:

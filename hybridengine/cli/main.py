@@ -64,7 +64,7 @@ COMMANDS = {
     "simulate": (simulate, "simulate synchronous and asynchronous training on a cluster; starts nothing"),
     "episodes serve": (episodes_serve, "run a configuration's episodes for the ranks of another host"),
     "launch slurm": (launch_slurm, "write a batch script for SLURM, or submit it"),
-    "launch kuberay": (launch_kuberay, "write a RayJob manifest for KubeRay, or apply it"),
+    "launch kuberay": (launch_kuberay, "write a RayJob manifest for KubeRay, or create the job"),
     "launch ssh": (launch_ssh, "run on hosts of a list, with spare ones in place of those that fail"),
     "launch node": (launch_node, "what each node of a launch runs"),
     "reshard plan": (reshard_plan, "plan the switch for a cluster: bytes, memory, seconds; starts nothing"),

@@ -19,7 +19,7 @@ MAX_NAME = 47
 VOLUME, SHARED_MEMORY = "cluster-files", "shared-memory"
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0"}
 HEADER = """# {name}: {shape}.
-# Written by `hybridengine launch kuberay`; start it with kubectl apply, watch it with kubectl get rayjob {name}.
+# Written by `hybridengine launch kuberay`; start it with kubectl create, watch it with kubectl get rayjob {name}.
 """
 
 

@@ -27,6 +27,10 @@ LOST = "lost"
 """File with the names of nodes that have left Ray, one a line, for the launcher."""
 
 
+class LaunchEnded(WorkerError):
+    """The first node has ended the launch."""
+
+
 class Meeting:
     """Files of a launch, each written once and seen by every node as a whole."""
 
@@ -106,9 +110,9 @@ class Meeting:
             time.sleep(POLL_S)
 
     def check_running(self) -> None:
-        """Raise WorkerError if the first node has ended the launch."""
+        """Raise LaunchEnded if the first node has ended the launch."""
         if (end := self.read(END)) is not None:
-            raise WorkerError(f"the launch has ended: {end['reason'] or 'its command is done'}")
+            raise LaunchEnded(f"the launch has ended: {end['reason'] or 'its command is done'}")
 
     def close(self) -> None:
         """Remove the token."""

@@ -19,8 +19,18 @@ from hybridengine.checkpoints.run_lock import is_locked
 from hybridengine.errors import ConfigError, HybridEngineError, WorkerError
 from hybridengine.launch.addresses import answering, common_address, own_addresses, reached
 from hybridengine.launch.alive import LiveNodes
-from hybridengine.launch.meeting import END, HEAD, POLL_S, RAY, REPORT_EVERY_S, STOP, Meeting, listed
-from hybridengine.launch.ray_node import RayNode, fated, token_environment
+from hybridengine.launch.meeting import (
+    END,
+    HEAD,
+    POLL_S,
+    RAY,
+    REPORT_EVERY_S,
+    STOP,
+    LaunchEnded,
+    Meeting,
+    listed,
+)
+from hybridengine.launch.ray_node import RayEnded, RayNode, fated, token_environment
 from hybridengine.launch.stopping import Stopping
 
 NODE_LOST = 75
@@ -79,8 +89,11 @@ def run_node(task: NodeTask, say: Callable[[str], None]) -> int:
         return Lead(task, meeting, stopping, say).carry_out()
     try:
         _follow(task, meeting, stopping, say)
+    except LaunchEnded as end:  # not a failure of this node: a launcher would replace it
+        say(f"{task.host} is done: {str(end).partition(chr(10))[0]}")
     except HybridEngineError as error:
-        meeting.write(FAILED.replace("*", str(task.index)), host=task.host, reason=str(error))
+        file, lacks_ray = FAILED.replace("*", str(task.index)), isinstance(error, RayEnded)
+        meeting.write(file, host=task.host, reason=str(error), lacks_ray=lacks_ray)
         raise
     return 0
 
@@ -100,7 +113,12 @@ def _follow(task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[
     found = reached(head["addresses"], head["port"], head["secret"])
     ways = {theirs: own for theirs, own in found.items() if own in allowed}
     meeting.write(f"node-{task.index}.json", ways=ways)
-    ray = meeting.wait({RAY: task.hosts[0]}, deadline, "Ray on the first node", check=stopping.check)[RAY]
+    try:
+        ray = meeting.wait({RAY: task.hosts[0]}, deadline, "Ray on the first node", check=stopping.check)[RAY]
+    except LaunchEnded as end:
+        if ways:
+            raise
+        raise WorkerError(str(end)) from None  # because this node is cut off
     own = ways[ray["node"]]
     with RayNode(
         own,
@@ -151,6 +169,8 @@ class Lead:
         self._deadline = time.monotonic() + task.start_limit_s
         self._addresses: dict[str, str] = {}
         """Address -> name of each node."""
+        self._without_ray = task.host
+        """Name of the node whose Ray has ended, if one's has."""
 
     def carry_out(self) -> int:
         """Return the exit status of the run, or NODE_LOST; tell the other nodes when it has ended."""
@@ -181,6 +201,10 @@ class Lead:
                     self._say(f"{reason}; the launch may be started again on other nodes")
                     if len(lost) < len(task.hosts):  # else Ray has not answered
                         self._meeting.write_lost(lost)
+            except RayEnded as error:
+                status, reason = NODE_LOST, str(error)
+                self._say(f"{reason}\nthe launch may be started again on other nodes")
+                self._meeting.write_lost([self._without_ray])
             except BaseException as error:
                 reason = str(error) or type(error).__name__
                 raise
@@ -274,9 +298,12 @@ class Lead:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _check(self) -> None:
-        """Raise WorkerError if another node has failed, or this one is asked to stop."""
+        """Raise RayEnded or WorkerError if another node has failed, or WorkerError if this one is asked to stop."""
         self._hear()
         self._stopping.check()
         for file in sorted(self._meeting.folder.glob(FAILED)):
             if (failed := self._meeting.read(file.name)) is not None:
-                raise WorkerError(f"node {failed['host']}: {failed['reason']}")
+                self._without_ray = failed["host"]
+                raise (RayEnded if failed.get("lacks_ray") else WorkerError)(
+                    f"node {failed['host']}: {failed['reason']}"
+                )

@@ -36,6 +36,10 @@ CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0"}
 
 
+class RayEnded(WorkerError):
+    """Ray does not start on a node, or has ended there."""
+
+
 def fated(command: list[str], **settings: object) -> subprocess.Popen[bytes]:
     """Start a command in a session of its own that is killed when this process ends, however that happens."""
     parent, prctl = os.getpid(), ctypes.CDLL(None).prctl
@@ -116,7 +120,7 @@ class RayNode:
     def wait(self, deadline: float, check: Callable[[], None]) -> None:
         """Wait until Ray has started here; start it again if it ends before, as it does on a busy machine.
 
-        `check` raises what makes waiting pointless; WorkerError at `deadline`, a time of `time.monotonic`, or if Ray has
+        `check` raises what makes waiting pointless; RayEnded at `deadline`, a time of `time.monotonic`, or if Ray has
         ended START_ATTEMPTS times.
         """
         while STARTED not in self._log.read_bytes():
@@ -126,19 +130,19 @@ class RayNode:
                 self._start()
             self.check()
             if time.monotonic() >= deadline:
-                raise WorkerError(
+                raise RayEnded(
                     f"Ray on host {socket.gethostname()} has not started within the limit; see {self._log}, or raise"
                     " --start-limit"
                 )
             time.sleep(0.2)
 
     def check(self) -> None:
-        """Raise WorkerError, with the end of Ray's output, if Ray has ended."""
+        """Raise RayEnded, with the end of Ray's output, if Ray has ended."""
         if self._process.poll() is None:
             return
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         said = "\n  ".join(lines[-LAST_LINES:])
-        raise WorkerError(
+        raise RayEnded(
             f"Ray on host {socket.gethostname()} has ended with status {self._process.returncode}; {self._log} says:\n"
             f"  {said}"
         )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridengine.errors import ConfigError, shown
-from hybridengine.launch.meeting import LOST, STOP, TOKEN
+from hybridengine.launch.meeting import END, LOST, STOP, TOKEN
 from hybridengine.launch.node import NODE_LOST
 from hybridengine.launch.shape import Shape
 
@@ -73,6 +73,8 @@ while :; do
   fi
   [ "$before" -eq "$signals" ] && break
 done
+# The status of srun is the largest of all nodes: 137 if one was killed. The first node writes that of the run.
+status=$(sed -nE 's/^[{{]"status": ([0-9]+),.*/\\1/p' "$launch/{end}" 2> /dev/null | grep . || echo "$status")
 echo "$(date +%FT%T) the run has ended with status $status"
 [ "$status" -eq 0 ] || tail -n 20 "$launch/${{hosts%%,*}}.log"
 
@@ -146,6 +148,7 @@ def script(job: SlurmJob) -> str:
         srun="".join(f" {shlex.quote(_option(*item))}" for item in steps.items()),
         command=shlex.join([job.python, "-m", "hybridengine.cli.main", *job.arguments]),
         node_lost=NODE_LOST,
+        end=END,
         stop=STOP,
         token=TOKEN,
         lost=LOST,

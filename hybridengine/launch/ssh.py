@@ -32,6 +32,8 @@ CHECK_LIMIT_S = 60.0
 """Time limit for a host to answer before the launch."""
 GRACE_S = 180.0
 """Time for the run to end by itself after one of its nodes has failed."""
+SETTLE_LIMIT_S = 30.0
+"""Time for the other nodes to end by themselves, and so to say which of them have failed, after the first one has."""
 CLOSE_LIMIT_S = 60.0
 """Time for a node to end after the launcher has closed its input."""
 
@@ -67,7 +69,8 @@ def parse_hosts(text: str | None, file: Path | None) -> tuple[str, ...]:
     else:
         assert file is not None, "argparse requires one of the two"
         try:
-            lines = [line.partition("#")[0].strip() for line in read_text(file).splitlines()]
+            text = read_text(file).removeprefix("\ufeff")  # as editors on Windows write it
+            lines = [line.partition("#")[0].strip() for line in text.splitlines()]
         except (FileNotFoundError, UnreadableError) as error:
             reason = f"{file} does not exist" if isinstance(error, FileNotFoundError) else error
             raise ConfigError(f"--hostfile {reason}; name a file with one host a line") from None
@@ -99,8 +102,10 @@ def launch(plan: SshLaunch, say: Callable[[str], None]) -> int:
         lost = nodes.lost
         if nodes.was_stopped or (status not in (NODE_LOST, SSH_FAILED) and not lost):
             return status
+        if not lost:
+            lost = hosts[:1]  # Ray has ended there, or has lost a node that ssh still reaches
         failed = list(dict.fromkeys([*failed, *lost]))
-        say(f"attempt {attempt + 1} has lost {listed(lost) or 'a node'}")
+        say(f"attempt {attempt + 1} has lost {listed(lost)}")
     raise WorkerError(
         f"{plan.retries + 1} attempts have lost nodes; see the output above, and start the launch again with other hosts,"
         " or with more --retries"
@@ -218,23 +223,37 @@ class _Nodes:
 
     def wait(self, say: Callable[[str], None]) -> int:
         """Return the exit status of the first node; end the attempt if it does not end soon after another has failed."""
-        first, *others = self._processes
+        first = self._processes[0]
         give_up = None
         while (status := first.poll()) is None:
-            for host, process in zip(self._hosts[1:], others, strict=True):
-                if process.poll() not in (None, 0) and host not in self.lost:
-                    self.lost.append(host)
-                    say(f"{host} has ended with status {process.returncode}; waiting for the run to end")
-                    give_up = time.monotonic() + GRACE_S
+            for host, ended in self._newly_lost():
+                say(f"{host} has ended with status {ended}; waiting for the run to end")
+                give_up = time.monotonic() + GRACE_S
             if give_up is not None and time.monotonic() > give_up:
                 say(f"the run has not ended within {GRACE_S:g} s after a node has failed: it is ended")
                 return NODE_LOST
             time.sleep(0.2)
+        deadline = time.monotonic() + (SETTLE_LIMIT_S if status and not self.was_stopped else 0)
+        while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
+            time.sleep(0.2)
+        for host, ended in self._newly_lost():
+            say(f"{host} has ended with status {ended}")
         if status == SSH_FAILED:
             self.lost.append(self._hosts[0])
         if status == 0:
             self.lost.clear()  # the run has done without
         return status if status >= 0 else 128 - status
+
+    def _newly_lost(self) -> list[tuple[str, int]]:
+        """Return hosts beside the first one that have failed since the last call, with their statuses."""
+        others = zip(self._hosts[1:], self._processes[1:], strict=True)
+        found = [
+            (host, status)
+            for host, process in others
+            if host not in self.lost and (status := process.poll()) not in (None, 0)
+        ]
+        self.lost += [host for host, _ in found]
+        return found  # pyright: ignore[reportReturnType]
 
     def _stop(self, number: int, _: object) -> None:
         """Ask the first node to stop its run."""

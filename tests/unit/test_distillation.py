@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from hybridengine.algorithms.across import ONE_PROCESS
 from hybridengine.algorithms.losses.aggregation import Aggregation
 from hybridengine.algorithms.losses.distillation import divergence, teacher_loss
+from hybridengine.algorithms.losses.policy import clipped_loss
 from hybridengine.config import load_config, model_holders
 from hybridengine.config.checks import check_run
+from hybridengine.config.role_sections import ActorSection
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, check_same_tokens, load_tokenizer
 from hybridengine.drivers.distill import Distill
 from hybridengine.drivers.teacher_advantages import distill
@@ -227,3 +230,51 @@ def test_a_teacher_without_a_tokenizer_is_refused(built: Path, teacher: Path, tm
     config, _ = claim_run(load_config(built, [*FEW_ROWS, *DISTILL, f"teacher.path={bare}"]))
     with pytest.raises(DataError, match=rf"{bare} has another tokenizer \(1 tokens\) .* are in its folder$"):
         prepare_files(config)
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_a_policy_becomes_its_teacher(top_k: int) -> None:
+    """A table of states, from one token to the next, trained on its own draws by the project's functions."""
+    generator = torch.Generator().manual_seed(4)
+    num_tokens, num_rows, width = 5, 64, 6
+    teacher = (2 * torch.randn(num_tokens, num_tokens, generator=generator)).log_softmax(-1)
+    logits = torch.zeros(num_tokens, num_tokens, requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.1)
+    algorithm, aggregation = Distill(top_k=top_k), Aggregation("token")
+
+    def distance() -> float:
+        own = logits.detach().log_softmax(-1)
+        return float((own.exp() * (own - teacher)).sum(-1).mean())
+
+    before = distance()
+    for _ in range(80):
+        own = logits.log_softmax(-1)
+        states = torch.zeros(num_rows, width + 1, dtype=torch.int64)
+        for place in range(width):
+            probs = own.detach()[states[:, place]].exp()
+            states[:, place + 1] = probs.multinomial(1, generator=generator)[:, 0]
+        at, drawn = states[:, :-1], states[:, 1:]
+        log_probs = own[at, drawn]
+        rows = TensorDict(
+            {
+                **dict.fromkeys(("log_probs", "rollout_log_probs"), log_probs.detach()),
+                "ref_log_probs": teacher[at, drawn],
+                "response_lengths": torch.full((num_rows,), width),
+                "scores": torch.zeros(num_rows),
+                "dropped": torch.zeros(num_rows, dtype=torch.bool),
+            },
+            batch_size=[num_rows],
+        )  # pyright: ignore[reportArgumentType]
+        mask = torch.ones(num_rows, width, dtype=torch.bool)
+        found = distill(rows, ONE_PROCESS, algorithm, 1)
+        columns = {"mask": mask, "log_probs": log_probs.detach(), "advantages": found["advantages"]}
+        total = clipped_loss(log_probs, columns, algorithm, ActorSection(), aggregation)
+        if top_k:
+            likeliest = teacher[at].topk(top_k)
+            total = total + teacher_loss(
+                own[at].gather(-1, likeliest.indices), likeliest.values, mask, aggregation
+            )
+        optimizer.zero_grad()
+        (total.loss_sum / aggregation.count(mask)).backward()
+        optimizer.step()
+    assert before > 0.8 and distance() < 0.1

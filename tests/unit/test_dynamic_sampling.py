@@ -59,11 +59,13 @@ def table(**columns: torch.Tensor) -> TensorDict:
 class Groups:
     """Roles whose responses have the scores of a table, row of the data -> scores; NaN is a row without one."""
 
+    unit = 1
+
     def __init__(self, scores: dict[int, list[float]], step: int = 0, prompts_drawn: int = 0) -> None:
         run: Any = SimpleNamespace(data=SimpleNamespace(batch_size=PROMPTS), run=SimpleNamespace(seed=SEED))
         self.scores, self.worker = scores, PromptWorker(None, run)  # type: ignore[arg-type]
         self.worker.go_on_after(step, prompts_drawn)
-        self.worker._reader = SimpleNamespace(training=self)  # type: ignore[assignment]
+        self.worker._reader = SimpleNamespace(training_rows=self)  # type: ignore[assignment]
         self.drawn, self.seeds, self.calls = list[int](), list[int](), list[str]()
         self.prompts = self.reward = self.actor = self
 

@@ -21,7 +21,7 @@ NEEDED = ["--image", "team/hybridengine:1", "--claim", "lustre"]
 
 
 def strict(schema: Any) -> Any:
-    """Return a schema of Kubernetes that refuses unknown fields, as `kubectl apply` does."""
+    """Return a schema of Kubernetes that refuses unknown fields, as `kubectl create` does."""
     if isinstance(schema, list):
         return [strict(one) for one in schema]
     if not isinstance(schema, dict):
@@ -198,6 +198,7 @@ def test_names_of_runs_become_names_of_kubernetes(text: str, name: str):
         (["--claim", "UPPER_bad name"], "'UPPER_bad name' is not a name of Kubernetes"),
         (["--namespace", "Bad NS"], "'Bad NS' is not a name of Kubernetes"),
         (["--image", "bad image"], "'bad image' is not an image"),
+        (["--toleration", "bad key"], "'bad key' is not the key of a taint, such as nvidia.com/gpu"),
         (["--ray-version", "2.40.0"], "'2.40.0' must be a version of Ray from 2.52.0, which has tokens"),
         (["--env", "RAY_AUTH_MODE=disabled"], "--env RAY_AUTH_MODE is set by KubeRay"),
         (["resume=never"], "a launched run has resume=auto, so that a new attempt continues the earlier one"),
@@ -214,6 +215,37 @@ def test_submitting_needs_kubectl(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["launch", "kuberay", "configs/arithmetic.yaml", *NEEDED, "--submit"]) == 2
     assert (
-        "kubectl is not installed on this machine; apply the manifest where kubectl is"
-        in capsys.readouterr().err
+        "kubectl is not installed on this machine; create the job where kubectl is" in capsys.readouterr().err
     )
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a `kubectl` into PATH that knows the names of jobs in a file, and return the file."""
+    jobs = tmp_path / "jobs"
+    jobs.write_text("")
+    program = tmp_path / "kubectl"
+    program.write_text(f"""#!/bin/bash
+[ "$*" = "create --filename -" ] || {{ echo "unknown: $*" >&2; exit 3; }}
+name=$(sed -n 's/^  name: //p')
+grep -qx "$name" {jobs} && {{ echo "Error from server (AlreadyExists): \\"$name\\" already exists" >&2; exit 1; }}
+echo "$name" >> {jobs}
+echo "rayjob.ray.io/$name created"
+""")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return jobs
+
+
+def test_a_job_is_not_submitted_over_one_of_the_same_name(capsys: pytest.CaptureFixture[str], kubectl: Path):
+    """KubeRay starts nothing where a manifest is applied to a job that has ended."""
+    command = ["launch", "kuberay", "configs/arithmetic.yaml", *NEEDED, "--namespace", "rl", "--submit"]
+    assert main(command) == 0
+    assert "launch: rayjob.ray.io/arithmetic created" in capsys.readouterr().err
+    assert main(command) == 2
+    assert (
+        "namespace rl has a RayJob arithmetic already, of an earlier or of another run; delete it with"
+        " `kubectl delete rayjob arithmetic --namespace rl`"
+    ) in capsys.readouterr().err
+    assert main([*command, "--job-name", "again"]) == 0
+    assert kubectl.read_text().split() == ["arithmetic", "again"]

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -22,9 +22,10 @@ from hybridengine.cli.main import main
 from hybridengine.errors import ConfigError, WorkerError
 from hybridengine.launch import ray_node
 from hybridengine.launch.addresses import answering, common_address, own_addresses, reached
-from hybridengine.launch.meeting import END, Meeting, listed
-from hybridengine.launch.node import versions
+from hybridengine.launch.meeting import END, LOST, Meeting, listed
+from hybridengine.launch.node import NODE_LOST, NodeTask, run_node, versions
 from hybridengine.launch.ray_node import RayNode, token_environment
+from hybridengine.launch.stopping import SIGNALS
 
 Carried = namedtuple("Carried", "family address")
 State = namedtuple("State", "isup")
@@ -167,6 +168,61 @@ def test_a_node_with_other_software_is_named(tmp_path: Path):
     assert reason in done.stderr
     failed = meeting.read("failed-1.json")
     assert failed is not None and failed["host"] == "b" and reason in failed["reason"]
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Keep this process's handlers of the signals that a node handles."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def task_of(folder: Path, index: int, *hosts: str) -> NodeTask:
+    return NodeTask(
+        hosts=hosts, index=index, folder=folder, num_cpus=1, num_gpus=0, run=lambda address: ["--version"],
+        lock_file=folder / "run.lock", start_limit_s=60,
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_launch_that_the_first_node_ends_is_no_failure_of_another(tmp_path: Path):
+    """A launcher replaces nodes that fail."""
+    meeting, said = Meeting(tmp_path, print), list[str]()
+    meeting.write(END, status=1, reason="Ray on host a has ended:\n  Traceback")
+    assert run_node(task_of(tmp_path, 1, "a", "b"), said.append) == 0
+    assert said == ["b is done: the launch has ended: Ray on host a has ended:"]
+    assert not list(tmp_path.glob("failed-*"))
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_node_on_which_ray_does_not_start_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The first node says so by its status and names itself, so that another attempt goes without it."""
+    monkeypatch.setattr(ray_node, "fated", lambda command, **settings: subprocess.Popen("false", **settings))
+    said = list[str]()
+    assert run_node(task_of(tmp_path, 0, "a"), said.append) == NODE_LOST
+    assert (tmp_path / LOST).read_text() == "a\n"
+    assert "has ended with status 1" in said[-1]
+    end = Meeting(tmp_path, print).read(END)
+    assert end is not None and end["status"] == NODE_LOST
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize("lacks_ray", [True, False])
+def test_another_node_on_which_ray_does_not_start_is_lost(
+    lacks_ray: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("hybridengine.launch.node.own_addresses", lambda *_: ["127.0.0.1"])
+    Meeting(tmp_path, print).write("failed-1.json", host="b", reason="no room", lacks_ray=lacks_ray)
+    task = task_of(tmp_path, 0, "a", "b")
+    if lacks_ray:
+        assert run_node(task, print) == NODE_LOST
+        assert (tmp_path / LOST).read_text() == "b\n"
+        return
+    with pytest.raises(WorkerError, match="node b: no room"):
+        run_node(task, print)
+    assert not (tmp_path / LOST).exists()
 
 
 def test_many_missing_nodes_are_counted():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hybridengine.cli.main import main
-from hybridengine.launch.meeting import Meeting
+from hybridengine.launch.meeting import END, Meeting
 
 PROGRAMS = {
     "scontrol": """case "$*" in
@@ -194,6 +194,19 @@ def test_a_job_that_has_lost_a_node_is_requeued(
     assert (tmp_path / f"runs/arithmetic/launch/17.{restarts}").is_dir()
 
 
+@pytest.mark.parametrize(("status", "requeued"), [(75, True), (0, False), (1, False)])
+def test_the_status_is_that_of_the_run_where_another_node_was_killed(
+    status: int, requeued: bool, job: Callable[..., subprocess.Popen[str]], tmp_path: Path
+):
+    """SLURM 22.05 gives a step the largest status of its tasks: 137 if one of them was killed."""
+    (tmp_path / "status").write_text("137")
+    Meeting(tmp_path / "runs/arithmetic/launch/17.0", print).write(END, status=status, reason='of "this"')
+    with job() as started:
+        output, _ = started.communicate(timeout=60)
+    assert started.returncode == status, output
+    assert calls(tmp_path) == (["requeue 17"] if requeued else [])
+
+
 @pytest.mark.parametrize(
     ("excluded", "lost", "nodes", "update"),
     [
@@ -365,3 +378,11 @@ def test_a_time_limit_that_slurm_does_not_take_is_refused(
 ) -> None:
     assert main(["launch", "slurm", "configs/arithmetic.yaml", f"--time={limit}"]) == 2
     assert f"{limit!r} is no time limit of SLURM; write minutes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["lots", "-1", "500 G", "1.5T"])
+def test_a_size_of_memory_that_slurm_does_not_take_is_refused(
+    size: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "slurm", "configs/arithmetic.yaml", f"--mem={size}"]) == 2
+    assert f"{size!r} is no size of memory of SLURM; write megabytes" in capsys.readouterr().err

@@ -27,10 +27,14 @@ PYTHON = """#!/bin/bash
 [ "$3" = --version ] && exit
 echo "$HOST_NAME $3 of attempt $4" >> started
 case $HOST_NAME in broken) exit ${BROKEN:-75};; esac
+if [ "$HOST_NAME" = late ]; then while [ ! -e "end-$4" ]; do sleep 0.05; done; sleep 0.5; exit 1; fi
 echo "hello from $3"
 if [ "$3" = 0 ]; then
-  while [ ! -e "end-$4" ] && ! read -rt 0.05 line; do :; done
-  [ -n "$line" ] && { echo "asked: $line"; exit 0; }
+  while [ ! -e "end-$4" ]; do
+    read -rt 0.05 part; heard=$?; line+=$part
+    [ $heard = 0 ] && { echo "asked: $line"; exit 0; }
+    [ $heard -gt 128 ] || exit 1 # no time limit, but the end of the input
+  done
   exit $(cat "end-$4")
 fi
 cat > /dev/null
@@ -44,6 +48,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SshLaunch:
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ssh, "SETTLE_LIMIT_S", 0)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     return SshLaunch(
         hosts=("a", "b", "c"),
@@ -103,12 +108,28 @@ def test_a_host_that_fails_while_the_run_goes_on_ends_the_attempt(
     assert {"a 0 of attempt 1", "c 1 of attempt 1"} <= set(started())
 
 
+def test_a_host_that_fails_after_the_first_node_has_ended_is_replaced(
+    plan: SshLaunch, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ssh, "SETTLE_LIMIT_S", 30)
+    Path("end-0").write_text("2")
+    Path("end-1").write_text("0")
+    said = list[str]()
+    assert launch(with_hosts(plan, "a", "late", "c"), said.append) == 0
+    assert said[-3:-1] == ["late has ended with status 1", "attempt 1 has lost late"]
+    assert {"a 0 of attempt 1", "c 1 of attempt 1"} <= set(started())
+
+
 def test_attempts_end(plan: SshLaunch):
     for attempt in range(3):
         Path(f"end-{attempt}").write_text("75")
     with pytest.raises(Exception, match="3 attempts have lost nodes"):
         launch(plan, print)
-    assert [line for line in started() if line.startswith("a")] == [f"a 0 of attempt {n}" for n in range(3)]
+    assert [line for line in started() if " 0 of" in line] == [
+        "a 0 of attempt 0",
+        "b 0 of attempt 1",
+        "c 0 of attempt 2",
+    ], "a first node that ends so comes last in the next attempt"
 
 
 def test_too_few_hosts_that_answer_are_named_with_the_reason(plan: SshLaunch):
@@ -164,6 +185,8 @@ def test_lists_of_hosts(tmp_path: Path):
     file = tmp_path / "hosts.txt"
     file.write_text("# rack 1\nnode-1\n  user@node-2  # the second\n\n")
     assert parse_hosts(None, file) == ("node-1", "user@node-2")
+    file.write_bytes("\ufeffnode-1\r\nnode-2\r\n".encode())  # from Windows
+    assert parse_hosts(None, file) == ("node-1", "node-2")
     assert parse_hosts(" a,b ", None) == ("a", "b")
 
 
