@@ -1,4 +1,4 @@
-"""The place of a rank with vLLM: each generation grid has fresh ranks, because a process has one set of vLLM's groups."""
+"""The place of a rank with vLLM: the variables that a launcher sets, of a world whose name is unique on the machine."""
 
 from __future__ import annotations
 
