@@ -63,7 +63,7 @@ class Groups:
         run: Any = SimpleNamespace(data=SimpleNamespace(batch_size=PROMPTS), run=SimpleNamespace(seed=SEED))
         self.scores, self.worker = scores, PromptWorker(None, run)  # type: ignore[arg-type]
         self.worker.go_on_after(step, prompts_drawn)
-        self.worker._reader = SimpleNamespace(training=self)  # type: ignore[assignment]
+        self.worker._reader = SimpleNamespace(training_rows=self)  # type: ignore[assignment]
         self.drawn, self.seeds, self.calls = list[int](), list[int](), list[str]()
         self.prompts = self.reward = self.actor = self
 
