@@ -59,6 +59,9 @@ def table(**columns: torch.Tensor) -> TensorDict:
 class Groups:
     """Roles whose responses have the scores of a table, row of the data -> scores; NaN is a row without one."""
 
+    unit = 1
+    """Rows of the data file for each prompt."""
+
     def __init__(self, scores: dict[int, list[float]], step: int = 0, prompts_drawn: int = 0) -> None:
         run: Any = SimpleNamespace(data=SimpleNamespace(batch_size=PROMPTS), run=SimpleNamespace(seed=SEED))
         self.scores, self.worker = scores, PromptWorker(None, run)  # type: ignore[arg-type]
