@@ -169,7 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fits = [check(name, options.seed, options.folder.resolve(), options.update) for name in names]
     if options.draw or options.update:
         curves = {file.stem: read_curve(file) for file in sorted(CURVES.glob("*.json"))}
-        draw(curves, PICTURE)
+        if curves:
+            draw(curves, PICTURE)
         print(page_table(curves))
     return 0 if all(fits) else 1
 
