@@ -25,6 +25,7 @@ from hybridengine.errors import HybridEngineError
 from scripts.recipe_curves import (
     Part,
     SeedRun,
+    check_spread,
     compare,
     draw,
     page_table,
@@ -129,7 +130,10 @@ def check(name: str, seed: int, folder: Path, update: bool) -> bool:
     """Run a recipe and print how it compares with its curve, or add it to the curve; return True if it fits."""
     file = CURVES / f"{name}.json"
     try:
-        run, known = train(name, seed, folder), read_curve(file)
+        known = read_curve(file)
+        if not update:
+            check_spread(known)  # before a run that nothing could be compared with
+        run = train(name, seed, folder)
         print(
             f"{name}, seed {seed}: held-out score {run.held_out[0]:.3f} -> {run.held_out[1]:.3f};"
             f" {run.wall_s:.0f} s, {run.cpu_s:.0f} s of processor time",
@@ -169,7 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fits = [check(name, options.seed, options.folder.resolve(), options.update) for name in names]
     if options.draw or options.update:
         curves = {file.stem: read_curve(file) for file in sorted(CURVES.glob("*.json"))}
-        draw(curves, PICTURE)
+        if curves:
+            draw(curves, PICTURE)
         print(page_table(curves))
     return 0 if all(fits) else 1
 

@@ -65,12 +65,12 @@ def read_run(folder: Path, num_steps: int) -> tuple[tuple[float, ...], tuple[flo
     held_out = [rows.get(step, {}).get(HELD_OUT) for step in (0, num_steps)]
     if missing := [step for step in range(num_steps + 1) if step not in rows]:
         raise DataError(
-            f"{folder} has no row of step {missing[0]} of {num_steps}; the run ended early: see its log"
+            f"{folder} has no row of step {missing[0]} of {num_steps}; the run ended early: see {folder}.log"
         )
     for key, values, start in ((REWARD, rewards, 1), (HELD_OUT, held_out, 0)):
         if None in values:
             step = start + values.index(None) if key == REWARD else (0, num_steps)[values.index(None)]
-            raise DataError(f"{folder}: {key} of step {step} is not a number; see the run's log")
+            raise DataError(f"{folder}: {key} of step {step} is not a number; see {folder}.log")
     return tuple(float(x) for x in rewards if x is not None), (
         float(held_out[0] or 0),
         float(held_out[1] or 0),
@@ -110,6 +110,14 @@ def with_run(runs: Sequence[SeedRun], new: SeedRun) -> list[SeedRun]:
             " begin a new one"
         )
     return [*kept, new]
+
+
+def check_spread(runs: Sequence[SeedRun]) -> None:
+    """Raise DataError for a curve that has no spread."""
+    if len(runs) < 2:
+        raise DataError(
+            f"the curve has {len(runs)} run(s), and a spread takes two; record more with --update"
+        )
 
 
 def compare(rewards: Sequence[float], runs: Sequence[SeedRun]) -> list[Part]:
