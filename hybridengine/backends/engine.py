@@ -119,6 +119,8 @@ class Request(_Checked):
     """Last tokens of the prompt in which stop strings and the structure have begun; by default `first_position`."""
     num_routed: Annotated[int, Field(ge=0)] = 0
     """First tokens of the prompt whose experts are known: the response tells those of the other tokens."""
+    images: tuple[InstanceOf[np.ndarray], ...] = ()
+    """Images of the prompt, uint8 [height, width, 3] each, whose tokens it has (`data.images`)."""
 
 
 @dataclass

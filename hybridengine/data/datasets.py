@@ -15,8 +15,11 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from transformers import PreTrainedTokenizerBase
 
+from hybridengine.data.images import ImageReader
 from hybridengine.data.row_files import Row, raise_listed, read_rows
 from hybridengine.data.tokenizer import token_id
+from hybridengine.errors import DataError
+from hybridengine.rows.images import IMAGES, image_row
 
 TOKENIZED_AT_ONCE = 4096
 MAX_CHARACTERS_PER_TOKEN = 256
@@ -50,7 +53,8 @@ class PromptDataset:
     """Tokenised prompts, and the data that rewards need for each.
 
     Shapes: a batch holds `prompt_tokens` [B, P] int64 right-padded, `prompt_lengths` [B] int64, `answers` [B] texts
-    and `row_ids` [B] int64 (the row's number in the file from 0); P = max_prompt_tokens.
+    and `row_ids` [B] int64 (the row's number in the file from 0); P = max_prompt_tokens. For a model that reads images,
+    it holds `IMAGES` as well (`image_row`).
     """
 
     def __init__(
@@ -59,16 +63,26 @@ class PromptDataset:
         tokenizer: PreTrainedTokenizerBase,
         max_prompt_tokens: int,
         json_column: str | None = None,
+        reader: ImageReader | None = None,
     ) -> None:
         """Read and tokenise a JSONL or parquet file; raise DataError for malformed rows or prompts that are too long.
 
         With `json_column`, batches have the rows themselves in a column of this name: JSON objects with `number`,
-        `prompt` and `answer`.
+        `prompt` and `answer`. `reader` reads the images of a model that has a vision tower.
         """
         rows = read_rows(path)
         self.max_prompt_tokens = max_prompt_tokens
-        texts = _prompt_texts(rows, tokenizer)
-        self.tokens = _tokenized(rows, texts, tokenizer, "prompt", max_prompt_tokens)
+        if json_column:
+            raise_listed(
+                [
+                    f"{row.place}: images are for responses of one turn, not for functions of episodes; remove the key"
+                    " images, or rollout.episode"
+                    for row in rows
+                    if row.images
+                ]
+            )
+        self.tokens = _prompt_tokens(rows, tokenizer, max_prompt_tokens, reader)
+        self._images = _Images(rows, reader)
         self.answers = [row.answer for row in rows]
         self._json_column = json_column
         self._rows = rows if json_column else []
@@ -84,6 +98,7 @@ class PromptDataset:
         return TensorDict(
             {
                 **more,
+                **self._images.columns(row_ids),
                 "prompt_tokens": _right_padded(chosen, self.max_prompt_tokens, self.pad_id),
                 "prompt_lengths": torch.tensor([len(tokens) for tokens in chosen]),
                 "answers": NonTensorStack(*(self.answers[row] for row in row_ids)),
@@ -118,13 +133,15 @@ class DemonstrationDataset:
         max_prompt_tokens: int,
         max_response_tokens: int,
         seed: int = 0,
+        reader: ImageReader | None = None,
     ) -> None:
         """Read and tokenise a JSONL or parquet file; raise DataError for malformed rows, or rows over a limit."""
         rows = read_rows(path, needs_response=True)
         self.width = max_prompt_tokens + max_response_tokens
         self.seed = seed
-        texts, responses = _prompt_texts(rows, tokenizer), [row.response or "" for row in rows]
-        self.prompts = _tokenized(rows, texts, tokenizer, "prompt", max_prompt_tokens)
+        responses = [row.response or "" for row in rows]
+        self.prompts = _prompt_tokens(rows, tokenizer, max_prompt_tokens, reader)
+        self._images = _Images(rows, reader)
         end = [token_id(tokenizer, "eos")]
         self.responses = _tokenized(rows, responses, tokenizer, "response", max_response_tokens, end)
         self._pad_id = token_id(tokenizer, "pad")
@@ -143,6 +160,7 @@ class DemonstrationDataset:
         whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
         return TensorDict(
             {
+                **self._images.columns(row_ids),
                 "tokens": _right_padded(whole, self.width, self._pad_id),
                 "prompt_lengths": torch.tensor([len(tokens) for tokens in prompts]),
                 "response_lengths": torch.tensor([len(tokens) for tokens in responses]),
@@ -152,12 +170,68 @@ class DemonstrationDataset:
         )
 
 
-def _prompt_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+class _Images:
+    """Images of a data file's rows, read from their files when they are needed."""
+
+    def __init__(self, rows: Sequence[Row], reader: ImageReader | None) -> None:
+        self._paths, self._reader = [row.images for row in rows], reader
+
+    def columns(self, row_ids: Sequence[int]) -> dict[str, NonTensorStack]:
+        """Return the column of rows; none for a model that reads no images."""
+        if self._reader is None:
+            return {}
+        entries = {
+            row: image_row([self._reader.read(path) for path in self._paths[row]]) for row in set(row_ids)
+        }
+        return {IMAGES: NonTensorStack(*(entries[row] for row in row_ids))}
+
+
+def _prompt_tokens(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, max_tokens: int, reader: ImageReader | None
+) -> list[list[int]]:
+    """Return the tokens of each row's prompt, with those of its images; raise DataError for images that nobody reads."""
+    if reader is None:
+        raise_listed(
+            [
+                f"{row.place}: the prompt has images, and the model has no vision tower; remove the key images, or name a"
+                " model such as Qwen2.5-VL"
+                for row in rows
+                if row.images
+            ]
+        )
+        return _tokenized(rows, _prompt_texts(rows, tokenizer), tokenizer, "prompt", max_tokens)
+    sizes, problems = list[list[tuple[int, int]]](), list[str]()
+    for row in rows:
+        try:
+            reader.messages(row, tokenizer)
+            sizes.append([reader.size(path) for path in row.images])
+        except DataError as error:
+            text = str(error)
+            problems.append(text if text.startswith(row.place) else f"{row.place}: {text}")
+    raise_listed(problems)
+    texts = _prompt_texts(rows, tokenizer, reader)
+    tokens = _tokenized(rows, texts, tokenizer, "prompt", max_tokens)
+    expanded = [reader.expanded(row, one, size) for row, one, size in zip(rows, tokens, sizes, strict=True)]
+    raise_listed(
+        [
+            f"{row.place}: the prompt has {len(long)} tokens, {sum(map(reader.num_tokens, size))} of them of its images,"
+            f" max_prompt_tokens={max_tokens}; raise the limit, or lower max_pixels in the model's"
+            " preprocessor_config.json"
+            for row, long, size in zip(rows, expanded, sizes, strict=True)
+            if len(long) > max_tokens
+        ]
+    )
+    return expanded
+
+
+def _prompt_texts(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None = None
+) -> list[str]:
     """Return each row's prompt in the tokenizer's chat template, a foreign program that jinja's sandbox isolates."""
     texts, problems = list[str](), list[str]()
     for row in rows:
         try:
-            messages: Any = row.messages
+            messages: Any = row.messages if reader is None else reader.messages(row, tokenizer)
             text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             text.encode()
             texts.append(text)

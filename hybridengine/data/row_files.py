@@ -58,6 +58,7 @@ class PromptRow(BaseModel):
         Text | Messages, Discriminator(lambda value: "messages" if isinstance(value, list) else "text")
     ]
     answer: Annotated[Any, AfterValidator(_not_null)]
+    images: list[Annotated[str, Field(min_length=1)]] = []
 
 
 class DemonstrationRow(PromptRow):
@@ -76,6 +77,8 @@ class Row:
     answer: str
     """Answer for the reward: the row's string, or the JSON text of any other value."""
     response: str | None = None
+    images: tuple[Path, ...] = ()
+    """Files of the prompt's images; relative paths begin at the data file's folder."""
 
     @property
     def messages(self) -> list[Message]:
@@ -117,11 +120,12 @@ def read_rows(path: str | Path, needs_response: bool = False) -> list[Row]:
         answer = found.answer
         if not isinstance(answer, str):
             answer = json.dumps(answer, ensure_ascii=False, default=str)
-        rows.append(Row(place, found.prompt, answer, getattr(found, "response", None)))
+        images = tuple(path.parent / image for image in found.images)
+        rows.append(Row(place, found.prompt, answer, getattr(found, "response", None), images))
     raise_listed(problems)
     if not rows:
         raise DataError(
-            f"data file {path} has no rows; write at least one with the keys {', '.join(model.model_fields)}"
+            f"data file {path} has no rows; write at least one with the keys {', '.join(_needed(model))}"
         )
     return rows
 
@@ -155,6 +159,11 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{path}, row {number}", record
 
 
+def _needed(model: type[PromptRow]) -> list[str]:
+    """Return the keys that each row has."""
+    return [name for name, field in model.model_fields.items() if field.is_required()]
+
+
 def _problem(fault: ErrorDetails, content: object, model: type[PromptRow]) -> str:
     """Return the message for one validation error of a row."""
     name = ".".join(str(part) for part in fault["loc"] if part not in ("text", "messages"))
@@ -164,7 +173,7 @@ def _problem(fault: ErrorDetails, content: object, model: type[PromptRow]) -> st
     if fault["type"] == "missing":
         if len(fault["loc"]) > 1:
             return f"{name} is missing; each message needs role and content"
-        return f"{name} is missing; each row needs {', '.join(model.model_fields)}"
+        return f"{name} is missing; each row needs {', '.join(_needed(model))}"
     other = " or a list of chat messages" if "text" in fault["loc"] else ""
     return (
         f"{name or 'the line'}={shown(fault['input'])} must be {rule(fault['msg'])}{other}; correct the row"
