@@ -23,12 +23,14 @@ from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.config import RunConfig
 from hybridengine.config.algorithm import Algorithm
 from hybridengine.config.loss_sections import COVARIANCE_LOSSES
+from hybridengine.data.datasets import EPISODE_ROWS
 from hybridengine.errors import ConfigError, ProtocolError
 from hybridengine.families.family import NameSet
 from hybridengine.importing import import_object
 from hybridengine.reshard.compiler import compile_plan
 from hybridengine.reshard.domains import domains
 from hybridengine.rollouts.drawn import Drawn
+from hybridengine.rows.images import IMAGES
 from hybridengine.rows.micro_batches import RESPONSE_MASK, ROUTES, SEQUENCE_COLUMNS, cut_rows, drawn_tokens
 from hybridengine.rows.protocols import (
     ONE_TO_ALL,
@@ -49,7 +51,6 @@ from hybridengine.weights.storage import WeightStorage
 from hybridengine.weights.transport import PointToPointTransport
 from workers.episodes import TOKEN_COLUMNS, EpisodeRollouts, respond_by_episodes
 from workers.model_worker import TrainedWorker
-from workers.prompts import EPISODE_ROWS
 from workers.responses import respond
 from workers.rollouts import ROLLOUT_COLUMNS, rollouts_of
 
@@ -86,6 +87,7 @@ class ActorWorker(TrainedWorker):
             EngineSettings.of(run, tokenizer),
             # Differs between nodes: across them, vLLM on a CPU uses torch.distributed as well.
             identity=f"hybridengine-{os.environ['MASTER_PORT']}-{context.node}",
+            tower=self.tower,
         )
         groups = domains(self.trainer.layout, self._engine.layout)
         self.hybrid = HybridEngine(
@@ -124,7 +126,7 @@ class ActorWorker(TrainedWorker):
             self.section.optimizer.model_copy(update=course), steps, self.section.offload
         )
 
-    @register(PROTO_3D, SEQUENCE_COLUMNS)
+    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=[IMAGES])
     def update_supervised(self, batch: TensorDictBase) -> dict[str, float]:
         """Take one optimizer step on demonstrations; the loss is the mean negative log-probability of response tokens."""
 
@@ -151,7 +153,7 @@ class ActorWorker(TrainedWorker):
     @register(
         PROTO_3D_ALL_MICRO_DP,
         ["prompt_tokens", "prompt_lengths", ROW_NUMBERS],
-        optional=[EPISODE_ROWS],
+        optional=[EPISODE_ROWS, IMAGES],
         returns_rows=True,
     )
     def generate_sequences(
@@ -177,7 +179,7 @@ class ActorWorker(TrainedWorker):
     @register(
         PROTO_3D,
         SEQUENCE_COLUMNS,
-        optional=["rollout_log_probs", "versions", RESPONSE_MASK, ROUTES, SUPPORTS],
+        optional=["rollout_log_probs", "versions", RESPONSE_MASK, ROUTES, SUPPORTS, IMAGES],
         returns_rows=True,
     )
     def compute_log_probs(self, rollout: TensorDictBase, squares: bool = False) -> TensorDict | None:
@@ -206,7 +208,7 @@ class ActorWorker(TrainedWorker):
             check_drift(rollout[rows], result["log_probs"][rows], bound, self._save_reproduction)
         return result
 
-    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=[SUPPORTS], returns_rows=True)
+    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=[SUPPORTS, IMAGES], returns_rows=True)
     def compute_base_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
         """Return `ref_log_probs` [B, R] of the response tokens, under the frozen weights without adapters."""
         return self.forward_rows(
@@ -235,7 +237,7 @@ class ActorWorker(TrainedWorker):
         [*SEQUENCE_COLUMNS, "log_probs", "advantages"],
         optional=[
             *("keep", "trained", "versions", *LOSS_COLUMNS),
-            *(RESPONSE_MASK, ROUTES, SUPPORTS, ROW_NUMBERS),
+            *(RESPONSE_MASK, ROUTES, SUPPORTS, IMAGES, ROW_NUMBERS),
         ],
     )
     def update(
@@ -287,7 +289,7 @@ class ActorWorker(TrainedWorker):
     @register(
         PROTO_3D,
         [*SEQUENCE_COLUMNS, "ref_log_probs", "scores", "dropped"],
-        optional=[RESPONSE_MASK, ROUTES, SUPPORTS, ROW_NUMBERS],
+        optional=[RESPONSE_MASK, ROUTES, SUPPORTS, IMAGES, ROW_NUMBERS],
     )
     def update_preferences(
         self, batch: TensorDictBase, algorithm: Algorithm | None = None

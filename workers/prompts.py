@@ -9,12 +9,16 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.config import RunConfig
-from hybridengine.data.datasets import PromptDataset, numbered_rows, prompts_digest, rows_after
+from hybridengine.data.datasets import (
+    EPISODE_ROWS,
+    PromptDataset,
+    numbered_rows,
+    prompts_digest,
+    rows_after,
+)
+from hybridengine.data.images import image_reader
 from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.rows.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
-
-EPISODE_ROWS = "episode_rows"
-"""Column of the data's rows as JSON, for functions of episodes: `number`, `prompt` and `answer`."""
 
 
 class PromptReader:
@@ -42,6 +46,7 @@ class PromptReader:
             tokenizer,
             self._run.rollout.max_prompt_tokens,
             json_column=EPISODE_ROWS if self._run.rollout.episode is not None else None,
+            reader=image_reader(self._run),
         )
 
 

@@ -213,8 +213,11 @@ def generate(
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[int],
     sampling: Sequence[SamplingSettings],
+    images: Sequence[tuple[np.ndarray, ...]] | None = None,
 ) -> list[Response]:
     """Return a response to each prompt (token ids), in order; each has a seed and sampling settings of its own.
+
+    `images` are those of each prompt, if any have some.
 
     Raises:
         StorageError: the engine has no weights, because it is in training mode, or has other requests.
@@ -231,8 +234,8 @@ def generate(
             " finish or abort them, or use add() and advance()"
         )
     ids, ended = [str(row) for row in range(len(prompts))], dict[str, Response]()
-    given = zip(ids, map(tuple, prompts), seeds, sampling, strict=True)
-    engine.add([Request(*one) for one in given])
+    given = zip(ids, map(tuple, prompts), seeds, sampling, images or [()] * len(ids), strict=True)
+    engine.add([Request(*one, images=seen) for *one, seen in given])
     try:
         while engine.num_unfinished:
             ended.update((response.request_id, response) for response in engine.advance())

@@ -93,14 +93,15 @@ def positions(num_tokens: int, places: Sequence[ImagePlace]) -> np.ndarray:
 class VisionTower:
     """The vision tower of a checkpoint, in evaluation mode."""
 
-    def __init__(self, folder: Path, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, folder: Path, shape: ModelShape, dtype: str) -> None:
         from transformers import AutoConfig
         from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
             Qwen2_5_VisionTransformerPretrainedModel,
         )
 
         assert shape.vision is not None, "the model reads images"
-        self._vision, self._device = shape.vision, device
+        self._vision = shape.vision
+        self._device = device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         tower_config = config.vision_config
         tower_config._attn_implementation = "sdpa"
@@ -111,7 +112,7 @@ class VisionTower:
         }
         tower = Qwen2_5_VisionTransformerPretrainedModel(tower_config)
         tower.load_state_dict(weights)
-        self._tower = tower.to(device=device, dtype=dtype).eval().requires_grad_(False)
+        self._tower = tower.to(device=device, dtype=getattr(torch, dtype)).eval().requires_grad_(False)
         reader = ImageReader(folder, shape.vision)
         self._mean, self._std = (
             torch.tensor(one, device=device).view(3, 1, 1) for one in (reader.mean, reader.std)
@@ -142,15 +143,16 @@ class VisionTower:
 
 
 @functools.lru_cache(maxsize=4)
-def _tower(folder: Path, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> VisionTower:
-    return VisionTower(folder, shape, dtype, device)
+def _tower(folder: Path, shape: ModelShape, dtype: str) -> VisionTower:
+    return VisionTower(folder, shape, dtype)
 
 
-def tower_of(
-    folder: str | Path, shape: ModelShape, dtype: torch.dtype, device: torch.device
-) -> VisionTower | None:
+def tower_of(folder: str | Path, shape: ModelShape, dtype: str = "float32") -> VisionTower | None:
     """Return this process's tower of a checkpoint; None for a model that reads no images."""
-    return None if shape.vision is None else _tower(Path(folder).resolve(), shape, dtype, device)
+    if shape.vision is None:
+        return None
+    # Of roles that differ in their heads or adapters alone, the same one.
+    return _tower(Path(folder).resolve(), shape.with_adapters(None), dtype)
 
 
 def identity(image: np.ndarray) -> str:

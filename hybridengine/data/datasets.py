@@ -21,6 +21,8 @@ from hybridengine.data.tokenizer import token_id
 from hybridengine.errors import DataError
 from hybridengine.rows.images import IMAGES, image_row
 
+EPISODE_ROWS = "episode_rows"
+"""Column of the data's rows as JSON, for functions of episodes: `number`, `prompt` and `answer`."""
 TOKENIZED_AT_ONCE = 4096
 MAX_CHARACTERS_PER_TOKEN = 256
 """Twice the longest tokens of known vocabularies, runs of spaces: a text with more characters per token is too long."""

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hybridengine.config import RunConfig
 from hybridengine.data.row_files import Message, Row
 from hybridengine.errors import CheckpointError, DataError, UnreadableError
 from hybridengine.families.sizes import VisionSizes
 from hybridengine.files import check_regular, read_object
+from hybridengine.models.shapes import ModelShape
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -131,6 +133,12 @@ class ImageReader:
         for token in tokens:
             found += [token] * (self.num_tokens(left.pop(0)) if token == self._vision.image_token else 1)
         return found
+
+
+def image_reader(run: RunConfig) -> ImageReader | None:
+    """Return the reader of a run's images; None if its model reads none."""
+    vision = ModelShape.from_folder(run.model_folder).vision
+    return None if vision is None else ImageReader(run.model_folder, vision)
 
 
 def _opened(path: Path) -> Image:

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
+
+from hybridengine.rows.batch import columns_of
 
 IMAGES = "images"
 """Column of rows: an array of bytes for each row (`image_row`)."""
@@ -42,6 +45,13 @@ def images_of(entry: np.ndarray) -> tuple[np.ndarray, ...]:
         found.append(entry[begin:end].reshape(height, width, 3))
         begin = end
     return tuple(found)
+
+
+def images_of_rows(batch: TensorDictBase) -> list[tuple[np.ndarray, ...]]:
+    """Return the images of each row of a batch, which may have no column of them."""
+    if IMAGES not in columns_of(batch):
+        return [()] * len(batch)
+    return [images_of(entry) for entry in batch.get(IMAGES).tolist()]
 
 
 def image_columns(entries: Sequence[np.ndarray]) -> dict[str, Tensor]:

@@ -17,7 +17,8 @@ from hybridengine.config import RunConfig, holder_shape, model_holders
 from hybridengine.config.algorithm import Algorithm
 from hybridengine.config.run_config import PATH_KEYS, reward_sections
 from hybridengine.config.values import Section
-from hybridengine.data.datasets import DemonstrationDataset, PromptDataset
+from hybridengine.data.datasets import EPISODE_ROWS, DemonstrationDataset, PromptDataset
+from hybridengine.data.images import image_reader
 from hybridengine.data.rewards import check_reward_functions
 from hybridengine.data.tasks import write_arithmetic_files
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer, token_id
@@ -155,10 +156,12 @@ def _read_rows(
 ) -> RunFiles:
     """Return the prompts and demonstrations of the run; record errors in `problems`."""
     prompt_width, response_width = config.rollout.max_prompt_tokens, config.rollout.max_response_tokens
-    prompts = _attempt(problems, PromptDataset, config.train_file, tokenizer, prompt_width)
+    reader = _attempt(problems, image_reader, config)
+    more: Any = EPISODE_ROWS if config.rollout.episode is not None else None, reader
+    prompts = _attempt(problems, PromptDataset, config.train_file, tokenizer, prompt_width, *more)
     held_out = demonstrations = None
     if config.eval_file:
-        held_out = _attempt(problems, PromptDataset, config.eval_file, tokenizer, prompt_width)
+        held_out = _attempt(problems, PromptDataset, config.eval_file, tokenizer, prompt_width, *more)
     if config.demonstrations_file:
         demonstrations = _attempt(
             problems,
@@ -168,6 +171,7 @@ def _read_rows(
             prompt_width,
             response_width,
             config.run.seed,
+            reader,
         )
     if prompts is None:
         raise_all(problems, DataError)

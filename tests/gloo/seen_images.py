@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.gloo.tiny_models import IMAGE_TOKENS, VISION
+from tests.unit.model_configs import IMAGE_TOKENS, VISION
 
 PATCH, MERGE = VISION["patch_size"], 2
 SIDE = PATCH * MERGE

@@ -23,7 +23,8 @@ from hybridengine.topology.sizes import TrainSizes
 from hybridengine.weights.process_groups import ProcessGroups
 from tests.gloo.ranks import RankLauncher
 from tests.gloo.seen_images import grids_of, pixel_values, seen_rows
-from tests.gloo.tiny_models import IMAGE_TOKENS, write_model
+from tests.gloo.tiny_models import write_model
+from tests.unit.model_configs import IMAGE_TOKENS
 
 TOLERANCE = 1e-4
 LAYOUTS = ("2-2-1", "1-4-1", "2-1-2", "1-2-1 c=2", "2-1-1 c=2 v=2")
@@ -47,7 +48,7 @@ def forward(rank: int, folder: Path, batches: list[dict[str, Tensor]]) -> list[l
             settings = MegatronSettings(sequence_parallel=sequence_parallel)
             model = MegatronModel(shape, Grid(TrainSizes.parse(sizes)), rank, registry, settings=settings)
             load_weights(model, folder)
-            model.see(tower_of(folder, shape, torch.float32, torch.device("cpu")))
+            model.see(tower_of(folder, shape))
             found.append(model.forward(batches, log_probs_of))
     return found
 

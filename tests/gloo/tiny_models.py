@@ -10,6 +10,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from hybridengine.families.registry import FAMILIES
+from tests.unit.model_configs import IMAGE_TOKENS, vision_entries
 
 SIZES = {
     "vocab_size": 131,  # prime: no degree divides it
@@ -45,22 +46,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
 }
 """Family -> entries of the configuration that make its peculiarities matter in a short sequence."""
-VISION = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 2,
-    "patch_size": 4,
-    "window_size": 16,
-    "fullatt_block_indexes": [1],
-}
-"""Sizes of vision towers: patches of 4 x 4 pixels, of which 2 x 2 are a token, and windows of 2 x 2 tokens."""
-IMAGE_TOKENS = {
-    "vision_start_token_id": 127,
-    "image_token_id": 128,
-    "vision_end_token_id": 129,
-    "video_token_id": 130,
-}
 CENTRED = ("gemma3_text",)
 """Families whose norms multiply by 1 + weight."""
 
@@ -91,14 +76,10 @@ def write_model(
         values["head_dim"] = values["qk_rope_head_dim"]
     if described.has_vision:
         del values["head_dim"]
-        half = values["hidden_size"] // values["num_attention_heads"] // 2
-        sections = [half // 4, half // 4, half - half // 4 * 2]
-        rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
-        tower = {**VISION, "out_hidden_size": values["hidden_size"]}
-        values |= {
-            "vision_config": tower,
-            "rope_parameters": rotary,
+        values = {
             **IMAGE_TOKENS,
+            **vision_entries(values["hidden_size"], values["num_attention_heads"]),
+            **values,
             "bos_token_id": None,
             "eos_token_id": None,
         }
