@@ -24,7 +24,7 @@ from hybridengine.backends.megatron.shim import device, device_shim
 from hybridengine.backends.megatron.sight import show
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction
 from hybridengine.backends.vision import VisionTower
-from hybridengine.families.sizes import VisionSizes
+from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.sizes import TrainSizes
 
 
@@ -35,10 +35,10 @@ class PipelineRunner:
         self,
         modules: Sequence[torch.nn.Module],
         chunks: Sequence[GPTModel],
+        shape: ModelShape,
         sizes: TrainSizes,
         groups: ProcessGroupCollection,
         routing: RoutingTotals | None = None,
-        vision: VisionSizes | None = None,
     ) -> None:
         self.groups, self._sizes = groups, sizes
         self._modules, self._chunks = list(modules), dict(zip(modules, chunks, strict=True))
@@ -48,7 +48,7 @@ class PipelineRunner:
         """Tokens of all passes whose gradients are not finished; None without any."""
         tp_size = groups.tp.size() if self._config.sequence_parallel else 1
         multiple = get_fp8_align_size(self._config.fp8_recipe) if self._config.fp8 else 1
-        self._packing = Packing(groups.cp, tp_size, groups.tp.rank() % tp_size, multiple, vision)
+        self._packing = Packing(groups.cp, tp_size, groups.tp.rank() % tp_size, multiple, shape.vision)
         self.routing = routing
         self.tower: VisionTower | None = None
         """Tower of the images in micro-batches."""
