@@ -18,7 +18,7 @@ from tests.gloo.row_parts import concat_rows
 from workers.actor import ActorWorker
 from workers.reference import ReferenceWorker
 
-WARM_UP, STEPS, SAMPLES, PROMPTS = 30, 3, 4, 8
+WARM_UP, STEPS, SAMPLES, PROMPTS = 12, 5, 4, 8
 
 
 def learn_colours(rank: int, run: RunConfig) -> dict[str, Any]:
