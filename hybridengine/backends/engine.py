@@ -235,7 +235,9 @@ def generate(
         )
     ids, ended = [str(row) for row in range(len(prompts))], dict[str, Response]()
     given = zip(ids, map(tuple, prompts), seeds, sampling, images or [()] * len(ids), strict=True)
-    engine.add([Request(*one, images=seen) for *one, seen in given])
+    engine.add(
+        [Request(name, prompt, seed, settings, images=seen) for name, prompt, seed, settings, seen in given]
+    )
     try:
         while engine.num_unfinished:
             ended.update((response.request_id, response) for response in engine.advance())

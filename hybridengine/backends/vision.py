@@ -47,7 +47,7 @@ class ImagePlace:
 
 
 def image_places(
-    tokens: Sequence[int], images: Sequence[np.ndarray], vision: VisionSizes
+    tokens: Sequence[int] | np.ndarray, images: Sequence[np.ndarray], vision: VisionSizes
 ) -> list[ImagePlace]:
     """Return the places of a row's images, in order; DataError if its tokens have no room for them.
 
@@ -110,7 +110,7 @@ class VisionTower:
             name.removeprefix(PREFIX): files.read(name, full_box(size)).clone()
             for name, size in shape.vision_tensors.items()
         }
-        tower = Qwen2_5_VisionTransformerPretrainedModel(tower_config)
+        tower: Any = Qwen2_5_VisionTransformerPretrainedModel(tower_config)
         tower.load_state_dict(weights)
         self._tower = tower.to(device=device, dtype=getattr(torch, dtype)).eval().requires_grad_(False)
         reader = ImageReader(folder, shape.vision)

@@ -24,7 +24,7 @@ def write_colour_model(folder: Path, *, tied: bool = False) -> None:
     """Write the model, its tokenizer, and the limits of its images."""
     tokenizer = build_arithmetic_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
-    ids = dict(zip(MARKS, tokenizer.convert_tokens_to_ids(list(MARKS)), strict=True))
+    ids = {mark: tokenizer.get_vocab()[mark] for mark in MARKS}
     write_model(
         folder,
         "qwen2_5_vl",

@@ -139,7 +139,7 @@ def test_positions_are_those_of_transformers() -> None:
         "vision_end_token_id": END,
     }
     with torch.device("meta"):
-        model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**{**SIZES, **entries, **tokens}))
+        model: Any = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**{**SIZES, **entries, **tokens}))
     sides = [(3, 4), (1, 1), (5, 2)]
     row = [1, 2]
     for height, width in sides:

@@ -36,7 +36,7 @@ class Sight:
 
 def sight_of(
     vision: VisionSizes,
-    rows: Sequence[Sequence[int]],
+    rows: Sequence[np.ndarray],
     images: Sequence[Sequence[np.ndarray]],
     bounds: Tensor,
     own_S: Tensor,

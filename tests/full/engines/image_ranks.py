@@ -34,7 +34,7 @@ def learn_colours(rank: int, run: RunConfig) -> dict[str, Any]:
     reference = Group(run, "reference", ReferenceWorker, rank, folder=run.model_folder)
     seen: dict[str, Any] = {"shares_tower": actor.worker.tower is reference.worker.tower, "steps": []}
     seen["tower_bytes"] = actor.worker.tower.num_bytes
-    seen["untrained"] = _rollout(actor, prompts.rows(range(PROMPTS)), 7, greedy=True)
+    seen["untrained"], _ = _rollout(actor, prompts.rows(range(PROMPTS)), 7, greedy=True)
     seen["untrained_log_probs"] = actor.call("compute_log_probs", seen["untrained"])["log_probs"]
 
     actor.call("start_supervised", 3e-3, WARM_UP)
@@ -44,10 +44,10 @@ def learn_colours(rank: int, run: RunConfig) -> dict[str, Any]:
     for step in range(STEPS):
         numbers = [(step * PROMPTS + number) % len(prompts) for number in range(PROMPTS)]
         rows = prompts.rows([number for number in numbers for _ in range(SAMPLES)])
-        rollout = _rollout(actor, rows, 100 * step)
+        rollout, reports = _rollout(actor, rows, 100 * step)
         found = actor.call("compute_log_probs", rollout)
         texts = [
-            tokenizer.decode(tokens[first : first + length], skip_special_tokens=True)
+            str(tokenizer.decode(tokens[first : first + length], skip_special_tokens=True))
             for tokens, first, length in zip(
                 *(rollout[name].tolist() for name in ("tokens", "prompt_lengths", "response_lengths")),
                 strict=True,
@@ -63,7 +63,7 @@ def learn_colours(rank: int, run: RunConfig) -> dict[str, Any]:
             {
                 "difference": (rollout["rollout_log_probs"] - found["log_probs"]).abs().max().item(),
                 "reward": rewards.mean().item(),
-                "reports": actor.reports,
+                "reports": reports,
                 "update": actor.call("update", batch),
             }
         )
@@ -71,9 +71,10 @@ def learn_colours(rank: int, run: RunConfig) -> dict[str, Any]:
     return seen
 
 
-def _rollout(actor: Group, rows: TensorDict, seed: int, *, greedy: bool = False) -> TensorDict:
-    """Return prompts with responses; `actor.reports` are then those of both switches."""
+def _rollout(
+    actor: Group, rows: TensorDict, seed: int, *, greedy: bool = False
+) -> tuple[TensorDict, list[Any]]:
+    """Return prompts with responses, and the reports of both switches."""
     reports = actor.call("switch_to_generate")
     rollout = rows.copy().update(actor.call("generate_sequences", rows, seed, greedy=greedy))
-    actor.reports = [*reports, *actor.call("switch_to_train")]  # type: ignore[attr-defined]
-    return rollout
+    return rollout, [*reports, *actor.call("switch_to_train")]
