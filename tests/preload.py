@@ -42,6 +42,9 @@ with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), nothi
 
     for family in FAMILIES.values():
         getattr(transformers, family.architectures[0])  # which imports its module
+        if family.has_vision:  # its module needs torchvision
+            importlib.import_module("hybridengine.backends.vllm.seeing")
+            continue
         module, _ = _TEXT_GENERATION_MODELS[family.architectures[0]]
         importlib.import_module(f"vllm.model_executor.models.{module}")
 

@@ -16,10 +16,12 @@ from hybridengine.backends.megatron.model import available_names
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.config import RunConfig
+from hybridengine.data.datasets import EPISODE_ROWS
 from hybridengine.families.family import NameSet
 from hybridengine.reshard.compiler import compile_plan
 from hybridengine.reshard.domains import domains
 from hybridengine.rollouts.drawn import Drawn
+from hybridengine.rows.images import IMAGES
 from hybridengine.rows.micro_batches import RESPONSE_MASK, ROUTES, SEQUENCE_COLUMNS, drawn_tokens
 from hybridengine.rows.protocols import (
     ONE_TO_ALL,
@@ -40,7 +42,6 @@ from hybridengine.weights.storage import WeightStorage
 from hybridengine.weights.transport import PointToPointTransport
 from workers.episodes import TOKEN_COLUMNS, EpisodeRollouts, respond_by_episodes
 from workers.policy import PolicyWorker
-from workers.prompts import EPISODE_ROWS
 from workers.responses import respond
 from workers.rollouts import ROLLOUT_COLUMNS, rollouts_of
 
@@ -73,6 +74,7 @@ class ActorWorker(PolicyWorker):
             EngineSettings.of(run, tokenizer),
             # Differs between nodes: across them, vLLM on a CPU uses torch.distributed as well.
             identity=f"hybridengine-{os.environ['MASTER_PORT']}-{context.node}",
+            tower=self.tower,
         )
         groups = domains(self.trainer.layout, self._engine.layout)
         self.hybrid = HybridEngine(
@@ -110,7 +112,7 @@ class ActorWorker(PolicyWorker):
     @register(
         PROTO_3D_ALL_MICRO_DP,
         ["prompt_tokens", "prompt_lengths", ROW_NUMBERS],
-        optional=[EPISODE_ROWS],
+        optional=[EPISODE_ROWS, IMAGES],
         returns_rows=True,
     )
     def generate_sequences(
@@ -136,7 +138,7 @@ class ActorWorker(PolicyWorker):
     @register(
         PROTO_3D,
         SEQUENCE_COLUMNS,
-        optional=["rollout_log_probs", "versions", RESPONSE_MASK, ROUTES, SUPPORTS],
+        optional=["rollout_log_probs", "versions", RESPONSE_MASK, ROUTES, SUPPORTS, IMAGES],
         returns_rows=True,
     )
     def compute_log_probs(self, rollout: TensorDictBase, squares: bool = False) -> TensorDict | None:

@@ -21,6 +21,7 @@ from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.config import RunConfig
 from hybridengine.config.run_config import reward_sections
 from hybridengine.config.sections import RolloutSection
+from hybridengine.data.datasets import EPISODE_ROWS
 from hybridengine.episodes import wire
 from hybridengine.episodes.processes import Episodes
 from hybridengine.errors import DataError
@@ -29,7 +30,7 @@ from hybridengine.rollouts.episodes import episode_columns
 from hybridengine.rollouts.queue import Rollout
 from hybridengine.rows.micro_batches import ROUTES, padded_routes
 from hybridengine.rows.supports import SUPPORTS, WHOLE, support_row
-from workers.prompts import EPISODE_ROWS, PromptReader
+from workers.prompts import PromptReader
 
 TOKEN_COLUMNS = ("drawn_log_probs", "drawn_versions", "drawn_marks")
 """Columns of episodes to continue in addition to `ROLLOUT_COLUMNS`: what is known of their tokens, [B, D]."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tensordict import TensorDictBase
 
+from hybridengine.backends.vision import tower_of
 from hybridengine.backends.vllm.construction import EngineSettings
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.config import RunConfig
@@ -40,6 +41,7 @@ class EngineWorker:
             self._generation,
             EngineSettings.of(run, tokenizer),
             identity=f"hybridengine-{os.environ['MASTER_PORT']}-{context.node}",
+            tower=tower_of(run.model_folder, self._shape, run.model.dtype),
         )
         self._push: WeightPush | None = None
 

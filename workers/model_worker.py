@@ -24,6 +24,7 @@ from hybridengine.backends.megatron.weights import fingerprint_of, load_weights,
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
 from hybridengine.backends.predictions import Predictions
 from hybridengine.backends.supports import Supports
+from hybridengine.backends.vision import tower_of
 from hybridengine.checkpoints.conversion import read_role
 from hybridengine.config import RunConfig
 from hybridengine.config.role_sections import MegatronSettings, TrainedSection
@@ -68,6 +69,10 @@ class ModelWorker:
             settings=section if isinstance(section, MegatronSettings) else MegatronSettings(),
         )
         load_weights(self.model, folder)
+        # Its weights never change: roles of other folders with the same ones share it.
+        own = run.model_folder if Path(folder) == run.start_folder else folder
+        self.tower = tower_of(own, shape, run.model.dtype)
+        self.model.see(self.tower)
         start_adapters(self.model, run.run.seed, run.actor.lora.path)
 
     def forward_rows(

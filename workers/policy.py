@@ -21,6 +21,7 @@ from hybridengine.drivers.sft import Sft
 from hybridengine.errors import ConfigError, ProtocolError
 from hybridengine.importing import import_object
 from hybridengine.rows.batch import columns_of
+from hybridengine.rows.images import IMAGES
 from hybridengine.rows.micro_batches import RESPONSE_MASK, ROUTES, SEQUENCE_COLUMNS, TEACHER_COLUMNS
 from hybridengine.rows.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
 from hybridengine.rows.supports import SUPPORTS
@@ -54,7 +55,7 @@ class PolicyWorker(TrainedWorker):
     @register(
         PROTO_3D,
         SEQUENCE_COLUMNS,
-        optional=["rollout_log_probs", "versions", RESPONSE_MASK, ROUTES, SUPPORTS],
+        optional=["rollout_log_probs", "versions", RESPONSE_MASK, ROUTES, SUPPORTS, IMAGES],
         returns_rows=True,
     )
     def compute_log_probs(self, rollout: TensorDictBase, squares: bool = False) -> TensorDict | None:
@@ -71,7 +72,7 @@ class PolicyWorker(TrainedWorker):
 
         return self.forward_rows(rollout, outputs)
 
-    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=[SUPPORTS], returns_rows=True)
+    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=[SUPPORTS, IMAGES], returns_rows=True)
     def compute_base_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
         """Return `ref_log_probs` [B, R] of the response tokens, under the frozen weights without adapters."""
         return self.forward_rows(
@@ -80,7 +81,7 @@ class PolicyWorker(TrainedWorker):
             adapted=False,
         )
 
-    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=[RESPONSE_MASK, ROW_NUMBERS])
+    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=[RESPONSE_MASK, IMAGES, ROW_NUMBERS])
     def update_supervised(
         self, batch: TensorDictBase, algorithm: Algorithm | None = None
     ) -> dict[str, float]:
@@ -112,7 +113,7 @@ class PolicyWorker(TrainedWorker):
         [*SEQUENCE_COLUMNS, "log_probs", "advantages"],
         optional=[
             *("keep", "trained", "versions", *LOSS_COLUMNS),
-            *(RESPONSE_MASK, ROUTES, SUPPORTS, ROW_NUMBERS, *TEACHER_COLUMNS),
+            *(RESPONSE_MASK, ROUTES, SUPPORTS, IMAGES, ROW_NUMBERS, *TEACHER_COLUMNS),
         ],
     )
     def update(
@@ -169,7 +170,7 @@ class PolicyWorker(TrainedWorker):
     @register(
         PROTO_3D,
         [*SEQUENCE_COLUMNS, "ref_log_probs"],
-        optional=["scores", "dropped", RESPONSE_MASK, ROUTES, SUPPORTS, ROW_NUMBERS],
+        optional=["scores", "dropped", RESPONSE_MASK, ROUTES, SUPPORTS, IMAGES, ROW_NUMBERS],
     )
     def update_preferences(
         self, batch: TensorDictBase, algorithm: Algorithm | None = None

@@ -9,13 +9,17 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.config import RunConfig
-from hybridengine.data.datasets import PromptDataset, numbered_rows, prompts_digest, rows_after
+from hybridengine.data.datasets import (
+    EPISODE_ROWS,
+    PromptDataset,
+    numbered_rows,
+    prompts_digest,
+    rows_after,
+)
+from hybridengine.data.images import image_reader
 from hybridengine.data.responses import ResponseDataset
 from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.rows.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
-
-EPISODE_ROWS = "episode_rows"
-"""Column of the data's rows as JSON, for functions of episodes: `number`, `prompt` and `answer`."""
 
 
 class PromptReader:
@@ -45,7 +49,8 @@ class PromptReader:
     def _rows(self, file: object) -> ResponseDataset:
         data, kind = self._run.data, self._run.algorithm.rows_kind
         tokenizer = load_tokenizer(self._run.tokenizer_folder, pad_with_eos=True)
-        return ResponseDataset(str(file), tokenizer, kind, data.max_tokens, data.too_long)
+        reader = image_reader(self._run)
+        return ResponseDataset(str(file), tokenizer, kind, data.max_tokens, data.too_long, reader=reader)
 
     def _prompts(self, file: object) -> PromptDataset:
         tokenizer = load_tokenizer(self._run.tokenizer_folder, pad_with_eos=True)
@@ -54,6 +59,7 @@ class PromptReader:
             tokenizer,
             self._run.rollout.max_prompt_tokens,
             json_column=EPISODE_ROWS if self._run.rollout.episode is not None else None,
+            reader=image_reader(self._run),
         )
 
 

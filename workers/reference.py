@@ -9,6 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.backends.megatron.offload import WeightOffload
 from hybridengine.config import RunConfig
+from hybridengine.rows.images import IMAGES
 from hybridengine.rows.micro_batches import CLIENT_COLUMNS, SEQUENCE_COLUMNS
 from hybridengine.rows.protocols import PROTO_3D, RankContext, register
 from hybridengine.rows.supports import SUPPORTS
@@ -24,7 +25,7 @@ class ReferenceWorker(ModelWorker):
         offloads = run.reference.offload == "weights"
         self._on_device = WeightOffload(self.model.weights).on_device if offloads else contextlib.nullcontext
 
-    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=[SUPPORTS], returns_rows=True)
+    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=[SUPPORTS, IMAGES], returns_rows=True)
     def compute_log_probs(self, rollout: TensorDictBase) -> TensorDict | None:
         """Return `ref_log_probs` [B, R] of the response tokens, among the tokens that could be drawn there."""
         with self._on_device():

@@ -14,6 +14,7 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from hybridengine.backends.engine import Request, Response, SamplingSettings, generate
 from hybridengine.backends.levelling import Peers, respond_together
 from hybridengine.backends.vllm.engine import VllmEngine
+from hybridengine.rows.images import images_of_rows
 from hybridengine.rows.micro_batches import ROUTES, padded_routes
 from hybridengine.rows.protocols import ROW_NUMBERS
 from hybridengine.rows.supports import SUPPORTS, support_row
@@ -33,20 +34,22 @@ def respond(
 ) -> tuple[TensorDict, list[Response]]:
     """Return a response to each prompt as rows and as they are; lists have one entry per row.
 
-    Reads `prompt_tokens` [B, P] and `prompt_lengths` [B]. Rows have `tokens` [B, P + R], `response_lengths` [B] and
+    Reads `prompt_tokens` [B, P] and `prompt_lengths` [B], and the column `IMAGES` if there is one. Rows have
+    `tokens` [B, P + R], `response_lengths` [B] and
     `rollout_log_probs` [B, R], with R = `width`; `padding` is the token after a response.
     An engine that keeps its experts adds `routes` [B, P + R, L, K] of all tokens but each row's last, and one that keeps
     supports the column `SUPPORTS`. With `peers`, the engines of all replicas share their rows (`respond_together`).
     """
     lengths, padded = prompts["prompt_lengths"].tolist(), prompts["prompt_tokens"]
     rows = [row[:length] for row, length in zip(padded.tolist(), lengths, strict=True)]
+    images = images_of_rows(prompts)
     if peers is None or peers.count == 1:
-        outputs = generate(engine, rows, seeds, sampling)
+        outputs = generate(engine, rows, seeds, sampling, images)
     else:
-        given = zip(rows, seeds, sampling, strict=True)
+        given = zip(rows, seeds, sampling, images, strict=True)
         requests = [
-            Request(f"{peers.place}/{row}", tuple(prompt), seed, settings)
-            for row, (prompt, seed, settings) in enumerate(given)
+            Request(f"{peers.place}/{row}", tuple(prompt), seed, settings, images=seen)
+            for row, (prompt, seed, settings, seen) in enumerate(given)
         ]
         outputs = respond_together(engine, requests, peers)
     tokens = torch.full((len(rows), padded.size(1) + width), padding)

@@ -12,6 +12,7 @@ from hybridengine.backends.lead import Lead
 from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.config import RunConfig
 from hybridengine.rollouts.drawn import Drawn, DrawnSupports
+from hybridengine.rows.images import images_of_rows
 from hybridengine.topology.generation import GenerationGrid
 from workers.episodes import EpisodeRollouts
 from workers.prompts import PromptReader
@@ -46,7 +47,7 @@ class EngineRollouts:
     def begin(self, rows: TensorDictBase) -> None:
         """Queue a request for each row of `ROLLOUT_COLUMNS`; a response that already has tokens is continued."""
         prompts = self._reader.prompts(rows["prompt_numbers"].tolist())
-        requests = []
+        requests, images = [], images_of_rows(prompts)
         for row in range(len(rows)):
             drawn = rows["drawn_tokens"][row, : rows["drawn_lengths"][row]].tolist()
             prompt = prompts["prompt_tokens"][row, : prompts["prompt_lengths"][row]].tolist()
@@ -58,6 +59,7 @@ class EngineRollouts:
                     SamplingSettings.of(self._rollout, self._longest - len(drawn), self._stop_token_ids),
                     first_position=len(drawn),
                     num_routed=int(rows["drawn_routes"][row]),
+                    images=images[row],
                 )
             )
         self._engine.add(requests)

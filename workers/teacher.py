@@ -13,6 +13,7 @@ from hybridengine.backends.megatron.offload import WeightOffload
 from hybridengine.backends.policy import MicroBatch
 from hybridengine.backends.predictions import Predictions
 from hybridengine.config import RunConfig, model_shape
+from hybridengine.rows.images import IMAGES
 from hybridengine.rows.micro_batches import SEQUENCE_COLUMNS, TEACHER_COLUMNS
 from hybridengine.rows.protocols import PROTO_3D, RankContext, register
 from hybridengine.rows.supports import SUPPORTS
@@ -30,7 +31,7 @@ class TeacherWorker(ModelWorker):
         offloads = run.teacher.offload == "weights"
         self._on_device = WeightOffload(self.model.weights).on_device if offloads else contextlib.nullcontext
 
-    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=[SUPPORTS], returns_rows=True)
+    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=[SUPPORTS, IMAGES], returns_rows=True)
     def compute_log_probs(self, rollout: TensorDictBase, top_k: int = 0) -> TensorDict | None:
         """Return `teacher_log_probs` [B, R] of the response tokens, among the tokens that could be drawn there.
 

@@ -119,6 +119,8 @@ class Request(_Checked):
     """Last tokens of the prompt in which stop strings and the structure have begun; by default `first_position`."""
     num_routed: Annotated[int, Field(ge=0)] = 0
     """First tokens of the prompt whose experts are known: the response tells those of the other tokens."""
+    images: tuple[InstanceOf[np.ndarray], ...] = ()
+    """Images of the prompt, uint8 [height, width, 3] each, whose tokens it has (`data.images`)."""
 
 
 @dataclass
@@ -211,8 +213,11 @@ def generate(
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[int],
     sampling: Sequence[SamplingSettings],
+    images: Sequence[tuple[np.ndarray, ...]] | None = None,
 ) -> list[Response]:
     """Return a response to each prompt (token ids), in order; each has a seed and sampling settings of its own.
+
+    `images` are those of each prompt, if any have some.
 
     Raises:
         StorageError: the engine has no weights, because it is in training mode, or has other requests.
@@ -229,8 +234,10 @@ def generate(
             " finish or abort them, or use add() and advance()"
         )
     ids, ended = [str(row) for row in range(len(prompts))], dict[str, Response]()
-    given = zip(ids, map(tuple, prompts), seeds, sampling, strict=True)
-    engine.add([Request(*one) for one in given])
+    given = zip(ids, map(tuple, prompts), seeds, sampling, images or [()] * len(ids), strict=True)
+    engine.add(
+        [Request(name, prompt, seed, settings, images=seen) for name, prompt, seed, settings, seen in given]
+    )
     try:
         while engine.num_unfinished:
             ended.update((response.request_id, response) for response in engine.advance())

@@ -27,6 +27,7 @@ from hybridengine.checkpoints.hf_files import (
     HfWriter,
     SafetensorsFolder,
     check_weights,
+    frozen_tensors,
     gone_on_failure,
     type_of,
 )
@@ -35,9 +36,9 @@ from hybridengine.checkpoints.peft_files import PeftWriter
 from hybridengine.checkpoints.tensors import TensorFolder
 from hybridengine.errors import CheckpointError, UnreadableError
 from hybridengine.families.family import is_float32
-from hybridengine.families.sizes import AdapterSizes, ExpertSizes, LatentSizes, Multipliers
+from hybridengine.families.sizes import AdapterSizes, ExpertSizes, LatentSizes, Multipliers, VisionSizes
 from hybridengine.files import read_object
-from hybridengine.models.checkpoint_files import COMPANIONS_FOLDER, CONFIG_FILE
+from hybridengine.models.checkpoint_files import COMPANIONS_FOLDER, CONFIG_FILE, checkpoint_problems
 from hybridengine.models.shapes import LM_HEAD, SCORE_HEAD, ModelShape
 from hybridengine.reshard.boxes import full_box
 
@@ -83,6 +84,7 @@ def shape_of_role(role: Mapping[str, Any]) -> ModelShape:
         "latent": LatentSizes,
         "adapters": AdapterSizes,
         "multipliers": Multipliers,
+        "vision": VisionSizes,
     }
     parts = {key: kind(**_tuples(shape[key])) for key, kind in kinds.items() if shape.get(key)}
     return ModelShape(**{**_tuples(shape), **parts})
@@ -134,13 +136,25 @@ def export_role(
     if not shapes:
         raise CheckpointError(f"{folder} has no weights; use a complete checkpoint")
     role_json = read_role(folder)
-    shape = shape_of_role(role_json) if role_json["shape"].get("adapters") else None
+    whole = shape_of_role(role_json)
+    shape = whole if whole.adapters else None
     if companions is not None and shape is None:
         _check_same_model(companions, shapes)
+    if whole.vision and (companions is None or checkpoint_problems(companions)):
+        raise CheckpointError(
+            f"{folder} is of a model that reads images, whose vision tower no checkpoint of a run has; give --companions"
+            " with the folder of the model that the run started from, weights included"
+        )
     stored = tensors.dtypes[f"{prefix}{min(shapes, key=is_float32)}"]
     ordered, written_as = dict(sorted(shapes.items())), DTYPES[dtype] if dtype else stored
     files = (
-        HfWriter(out, ordered, written_as, max_file_bytes, companions)
+        HfWriter(
+            out,
+            dict(sorted({**shapes, **whole.vision_tensors}.items())),
+            written_as,
+            max_file_bytes,
+            companions,
+        )
         if shape is None
         else PeftWriter(out, shape, written_as, role_json.get("base", ""))
     )
@@ -148,6 +162,8 @@ def export_role(
         for name, size in ordered.items():
             writer.write(name, tensors.read(f"{prefix}{name}", full_box(size)))
             progress(writer.written_bytes, writer.total_bytes)
+        for name, tensor in frozen_tensors(whole, companions or ""):
+            writer.write(name, tensor)
 
 
 def _check_same_model(companions: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:

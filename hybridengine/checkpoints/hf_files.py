@@ -36,7 +36,7 @@ from hybridengine.models.checkpoint_files import (
     tensors_of,
 )
 from hybridengine.models.shapes import EMBEDDING, LM_HEAD, SCORE_HEAD, ModelShape
-from hybridengine.reshard.boxes import Box
+from hybridengine.reshard.boxes import Box, full_box
 from hybridengine.reshard.layout import LocalParameter
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -129,6 +129,14 @@ def check_weights(folder: Path) -> ModelShape:
                 " tie_word_embeddings=true; set it to false, or restore the original pair"
             )
     return shape
+
+
+def frozen_tensors(shape: ModelShape, folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of the vision tower of a checkpoint, one by one; nothing for a model that reads no images."""
+    files = SafetensorsFolder(folder) if shape.vision_tensors else None
+    for name, size in shape.vision_tensors.items():
+        assert files is not None, "there are tensors"
+        yield name, files.read(name, full_box(size)).clone()
 
 
 class HfWriter:

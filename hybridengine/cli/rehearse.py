@@ -6,7 +6,7 @@ import argparse
 
 from hybridengine.cli.options import add_json_option, between, check_generates
 from hybridengine.cli.outputs import check_outputs, emit, show_status
-from hybridengine.config import RunConfig, load_config
+from hybridengine.config import RunConfig, load_config, model_shape
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.errors import ConfigError
 
@@ -50,6 +50,11 @@ def run(options: argparse.Namespace) -> int:
     check_generates(config, "rehearse")
     check_outputs({"--json": options.json}, {"CONFIG": options.config})
     check_functions(config.algorithm)
+    if model_shape(config).vision is not None:
+        raise ConfigError(
+            f"rehearsals have no images, and {model_shape(config).family} reads them; rehearse its decoder, such as"
+            " Qwen2.5 of the same size, and add the vision tower that --dry-run shows"
+        )
     ranks, num_ranks = _ranks(config, options), config.pools[MAIN_POOL].num_ranks
     planned, found = planned_peaks(config), []
     show_status(f"rank {ranks[0]}")

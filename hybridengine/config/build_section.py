@@ -12,7 +12,7 @@ from hybridengine.models.shapes import ModelShape
 if TYPE_CHECKING:
     FamilyName = str
 else:
-    FamilyName = Literal[tuple(FAMILIES)]
+    FamilyName = Literal[tuple(name for name, family in FAMILIES.items() if not family.has_vision)]
 
 BUILT_TOKENS = 57
 """Number of tokens of the tokenizer that is built with a model."""

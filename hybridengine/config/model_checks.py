@@ -38,6 +38,7 @@ def model_conflicts(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
             yield from _router_losses(holder, shape)
     if actor is not None:
         yield from _lora(config, actor, dry_run)
+        yield from _vision(config, actor)
     if not config.algorithm.generates:
         return
     gen, train = config.actor.generate, config.actor.parallel
@@ -51,6 +52,22 @@ def model_conflicts(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
         yield from _cpu_engines(config, actor)
         yield from engine_conflicts(config, actor)
         yield from _routing_replay(config, actor)
+
+
+def _vision(config: RunConfig, shape: ModelShape) -> Iterator[Conflict]:
+    """Yield what is not there for models that read images."""
+    if shape.vision is None:
+        return
+    unsupported = {
+        "actor.lora.rank": (config.actor.lora.rank, 0),
+        "rollout.quantization": (config.rollout.quantization, "none"),
+    }
+    for key, (value, needed) in unsupported.items():
+        if value != needed:
+            yield Conflict(
+                f"{key}={value} is not supported for {shape.family}, which reads images; set {key}={needed}",
+                (key,),
+            )
 
 
 def _lora(config: RunConfig, shape: ModelShape, dry_run: bool) -> Iterator[Conflict]:

@@ -15,9 +15,14 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from hybridengine.data.row_files import Row, raise_listed, read_rows
+from hybridengine.data.images import ImageReader
+from hybridengine.data.row_files import Message, Row, raise_listed, read_rows
 from hybridengine.data.tokenizer import token_id
+from hybridengine.errors import DataError
+from hybridengine.rows.images import IMAGES, image_row
 
+EPISODE_ROWS = "episode_rows"
+"""Column of the data's rows as JSON, for functions of episodes: `number`, `prompt` and `answer`."""
 TOKENIZED_AT_ONCE = 4096
 MAX_CHARACTERS_PER_TOKEN = 256
 """Twice the longest tokens of known vocabularies, runs of spaces: a text with more characters per token is too long."""
@@ -50,7 +55,8 @@ class PromptDataset:
     """Tokenised prompts, and the data that rewards need for each.
 
     Shapes: a batch holds `prompt_tokens` [B, P] int64 right-padded, `prompt_lengths` [B] int64, `answers` [B] texts
-    and `row_ids` [B] int64 (the row's number in the file from 0); P = max_prompt_tokens.
+    and `row_ids` [B] int64 (the row's number in the file from 0); P = max_prompt_tokens. For a model that reads images,
+    it holds `IMAGES` as well (`image_row`).
     """
 
     unit = 1
@@ -62,6 +68,7 @@ class PromptDataset:
         tokenizer: PreTrainedTokenizerBase,
         max_prompt_tokens: int,
         json_column: str | None = None,
+        reader: ImageReader | None = None,
     ) -> None:
         """Read and tokenise a JSONL or parquet file; raise DataError for malformed rows or prompts that are too long.
 
@@ -70,8 +77,17 @@ class PromptDataset:
         """
         rows = read_rows(path)
         self.max_prompt_tokens = max_prompt_tokens
-        texts = prompt_texts(rows, tokenizer)
-        self.tokens = _checked(rows, texts, tokenizer, max_prompt_tokens)
+        if json_column:
+            raise_listed(
+                [
+                    f"{row.place}: images are for responses of one turn, not for functions of episodes; remove the key"
+                    " images, or rollout.episode"
+                    for row in rows
+                    if row.images
+                ]
+            )
+        self.tokens = prompt_tokens(rows, tokenizer, reader, max_prompt_tokens)
+        self._images = Images(rows, reader)
         self.answers = [row.answer for row in rows]
         self._json_column = json_column
         self._rows = rows if json_column else []
@@ -87,6 +103,7 @@ class PromptDataset:
         return TensorDict(
             {
                 **more,
+                **self._images.columns(row_ids),
                 "prompt_tokens": right_padded(chosen, self.max_prompt_tokens, self.pad_id),
                 "prompt_lengths": torch.tensor([len(tokens) for tokens in chosen]),
                 "answers": NonTensorStack(*(self.answers[row] for row in row_ids)),
@@ -106,13 +123,82 @@ def prompts_digest(prompts: PromptDataset, seed: int, numbers: Sequence[int]) ->
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
-def prompt_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+class Images:
+    """Images of a data file's rows, read from their files when they are needed."""
+
+    def __init__(self, rows: Sequence[Row], reader: ImageReader | None) -> None:
+        self._paths, self._reader = [row.images for row in rows], reader
+
+    def columns(self, row_ids: Sequence[int]) -> dict[str, NonTensorStack]:
+        """Return the column of rows; none for a model that reads no images."""
+        if self._reader is None:
+            return {}
+        entries = {
+            row: image_row([self._reader.read(path) for path in self._paths[row]]) for row in set(row_ids)
+        }
+        return {IMAGES: NonTensorStack(*(entries[row] for row in row_ids))}
+
+
+def prompt_tokens(
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    reader: ImageReader | None = None,
+    max_tokens: int | None = None,
+) -> list[list[int]]:
+    """Return the tokens of each row's prompt, with those of its images.
+
+    Raises DataError for images that cannot be read, texts unknown to the tokenizer, and prompts of more than
+    `max_tokens`.
+    """
+    messages, sizes, problems = list[list[Message]](), list[list[tuple[int, int]]](), list[str]()
+    for row in rows:
+        if row.images and reader is None:
+            problems.append(
+                f"{row.place}: the prompt has images, and the model has no vision tower; remove the key images, or name a"
+                " model such as Qwen2.5-VL"
+            )
+        try:
+            messages.append(reader.messages(row, tokenizer) if reader else row.messages)
+            sizes.append([reader.size(path) for path in row.images] if reader else [])
+        except DataError as error:
+            problems.append(f"{row.place}: {error}")
+    raise_listed(problems)
+    texts = _prompt_texts(rows, messages, tokenizer)
+    most = None if max_tokens is None else max_tokens * MAX_CHARACTERS_PER_TOKEN
+    raise_listed(
+        [
+            f"{row.place}: the prompt has {len(text)} characters, max_prompt_tokens={max_tokens} holds at most {most};"
+            " raise the limit or shorten the prompt"
+            for row, text in zip(rows, texts, strict=True)
+            if most is not None and len(text) > most
+        ]
+    )
+    tokens = tokenized(rows, texts, tokenizer, "prompt")
+    if reader is not None:
+        tokens = [reader.expanded(*one) for one in zip(rows, tokens, sizes, strict=True)]
+    raise_listed(
+        [
+            f"{row.place}: the prompt has {len(found)} tokens, {_share(size, reader)}max_prompt_tokens={max_tokens};"
+            f" raise the limit or shorten the prompt{', or lower max_pixels in preprocessor_config.json' * bool(size)}"
+            for row, found, size in zip(rows, tokens, sizes, strict=True)
+            if max_tokens is not None and len(found) > max_tokens
+        ]
+    )
+    return tokens
+
+
+def _share(sizes: Sequence[tuple[int, int]], reader: ImageReader | None) -> str:
+    return f"{sum(map(reader.num_tokens, sizes))} of them of its images, " if reader and sizes else ""
+
+
+def _prompt_texts(
+    rows: Sequence[Row], messages: Sequence[list[Message]], tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
     """Return each row's prompt in the tokenizer's chat template, a foreign program that jinja's sandbox isolates."""
     texts, problems = list[str](), list[str]()
-    for row in rows:
+    for row, prompt in zip(rows, messages, strict=True):
         try:
-            messages: Any = row.messages
-            text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text: Any = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
             text.encode()
             texts.append(text)
         except jinja2.TemplateError as error:
@@ -123,31 +209,6 @@ def prompt_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> lis
             problems.append(f"{row.place}: {template} fails ({reason}); correct it in the tokenizer's folder")
     raise_listed(problems)
     return texts
-
-
-def _checked(
-    rows: Sequence[Row], texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
-) -> list[list[int]]:
-    """Return the tokens of prompts; raise DataError for long or unknown ones."""
-    limit = f"max_prompt_tokens={max_prompt_tokens}"
-    remedy = "raise the limit or shorten the prompt"
-    most = max_prompt_tokens * MAX_CHARACTERS_PER_TOKEN
-    raise_listed(
-        [
-            f"{row.place}: the prompt has {len(text)} characters, {limit} holds at most {most}; {remedy}"
-            for row, text in zip(rows, texts, strict=True)
-            if len(text) > most
-        ]
-    )
-    tokens = tokenized(rows, texts, tokenizer, "prompt")
-    raise_listed(
-        [
-            f"{row.place}: the prompt has {len(found)} tokens, {limit}; {remedy}"
-            for row, found in zip(rows, tokens, strict=True)
-            if len(found) > max_prompt_tokens
-        ]
-    )
-    return tokens
 
 
 def tokenized(

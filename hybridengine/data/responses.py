@@ -12,7 +12,15 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridengine.config.algorithm import RowsKind
 from hybridengine.data.chat import Chat
-from hybridengine.data.datasets import prompt_texts, right_padded, rows_after, tokenized, unknown_problems
+from hybridengine.data.datasets import (
+    Images,
+    prompt_tokens,
+    right_padded,
+    rows_after,
+    tokenized,
+    unknown_problems,
+)
+from hybridengine.data.images import ImageReader
 from hybridengine.data.row_files import Row, raise_listed, read_rows
 from hybridengine.data.tokenizer import token_id
 from hybridengine.errors import DataError
@@ -45,8 +53,8 @@ class ResponseDataset:
     response begins with the assistant's first message, and `response_mask` excludes what the assistant has not written.
 
     Shapes: a batch holds `tokens` [B, T] int64 right-padded, `prompt_lengths`, `response_lengths` and `row_ids`, all [B]
-    int64, and if there are conversations `response_mask` [B, T] bool; T = max_tokens. These are the columns of a finished
-    rollout, so that log-probs and their mask are computed the same way.
+    int64; if there are conversations `response_mask` [B, T] bool; for a model that reads images also `IMAGES`;
+    T = max_tokens. These are the columns of a finished rollout, so that log-probs and their mask are computed alike.
     """
 
     def __init__(
@@ -59,8 +67,11 @@ class ResponseDataset:
         seed: int = 0,
         *,
         limit: str = "data.max_tokens",
+        reader: ImageReader | None = None,
     ) -> None:
         """Read and tokenise a JSONL or parquet file; `limit` is the name of `max_tokens` in messages.
+
+        `reader` reads the images of a model that has a vision tower.
 
         Raises DataError for malformed rows, for rows over the limit if that is an error, and if no row is left.
         """
@@ -70,9 +81,9 @@ class ResponseDataset:
         """Number of sequences of a row."""
         self.num_truncated = self.num_dropped = 0
         self._pad_id = token_id(tokenizer, "pad")
-        self._sequences, problems = list[_Sequence](), list[str]()
+        self._sequences, kept, problems = list[_Sequence](), list[Row](), list[str]()
         self._has_mask = any(row.later for row in rows)
-        for row, found in zip(rows, _sequences(rows, tokenizer), strict=True):
+        for row, found in zip(rows, _sequences(rows, tokenizer, reader), strict=True):
             longest = max(one.num_tokens for one in found)
             if longest > max_tokens and too_long == "error":
                 problems.append(
@@ -87,7 +98,9 @@ class ResponseDataset:
                 continue
             self.num_truncated += has_lost
             self._sequences += cut
+            kept.append(row)
         raise_listed(problems)
+        self._images = Images(kept, reader)
         if not self._sequences:
             raise DataError(
                 f"data file {path} has no row left of {len(rows)}: all are longer than {limit}={max_tokens}; raise it"
@@ -109,13 +122,15 @@ class ResponseDataset:
     def rows(self, numbers: Sequence[int]) -> TensorDict:
         """Return the sequences with these numbers, in the given order: of row n, those from n·unit on."""
         chosen = [self._sequences[number] for number in numbers]
+        row_ids = [number // self.unit for number in numbers]
         columns = {
+            **self._images.columns(row_ids),
             "tokens": right_padded(
                 [one.prompt + one.response for one in chosen], self.max_tokens, self._pad_id
             ),
             "prompt_lengths": torch.tensor([len(one.prompt) for one in chosen]),
             "response_lengths": torch.tensor([len(one.response) for one in chosen]),
-            "row_ids": torch.tensor([number // self.unit for number in numbers]),
+            "row_ids": torch.tensor(row_ids),
         }
         if self._has_mask:
             columns[RESPONSE_MASK] = right_padded([one.trained for one in chosen], self.max_tokens, 0).bool()
@@ -129,9 +144,11 @@ def _teaches(sequences: Sequence[_Sequence]) -> bool:
     )
 
 
-def _sequences(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[_Sequence]]:
+def _sequences(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None
+) -> Iterator[list[_Sequence]]:
     """Yield the sequences of each row; raise DataError for texts unknown to the tokenizer or its chat template."""
-    prompts = tokenized(rows, prompt_texts(rows, tokenizer), tokenizer, "prompt")
+    prompts = prompt_tokens(rows, tokenizer, reader)
     texts = [[*row.responses, *_written(row)] for row in rows]
     places = [row for row, own in zip(rows, texts, strict=True) for _ in own]
     flat = [text for own in texts for text in own]

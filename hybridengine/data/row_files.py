@@ -64,19 +64,23 @@ Prompt = Annotated[
 ]
 
 
-class PromptRow(BaseModel):
-    """Keys of a row of prompts; others are ignored."""
+class DataRow(BaseModel):
+    """Keys of every row; those that no kind of row has are ignored."""
 
     model_config = ConfigDict(strict=True)
+
+    images: list[Annotated[str, Field(min_length=1)]] = []
+
+
+class PromptRow(DataRow):
+    """Keys of a row of prompts."""
 
     prompt: Prompt
     answer: Annotated[Any, AfterValidator(_not_null)]
 
 
-class DemonstrationRow(BaseModel):
+class DemonstrationRow(DataRow):
     """Keys of a demonstration: a prompt and its response, or a conversation."""
-
-    model_config = ConfigDict(strict=True)
 
     prompt: Prompt | None = None
     response: str | None = None
@@ -96,10 +100,8 @@ class DemonstrationRow(BaseModel):
         return self
 
 
-class PreferenceRow(BaseModel):
+class PreferenceRow(DataRow):
     """Keys of a preference."""
-
-    model_config = ConfigDict(strict=True)
 
     prompt: Prompt
     chosen: str
@@ -133,6 +135,8 @@ class Row:
     """Response of a demonstration, or chosen and rejected response of a preference."""
     later: Sequence[Message] = ()
     """Messages of a conversation from the assistant's first one."""
+    images: tuple[Path, ...] = ()
+    """Files of the prompt's images; relative paths begin at the data file's folder."""
 
     @property
     def messages(self) -> list[Message]:
@@ -171,32 +175,32 @@ def read_rows(path: str | Path, kind: RowsKind = "prompts") -> list[Row]:
                 f"{place}: {_problem(fault, content, model)}" for fault in error.errors(include_url=False)
             ]
             continue
-        rows.append(_row(place, found))
+        rows.append(_row(place, found, tuple(path.parent / image for image in found.images)))
     raise_listed(problems)
     if not rows:
         raise DataError(f"data file {path} has no rows; write at least one with the keys {_keys(model)}")
     return rows
 
 
-def _row(place: str, found: PromptRow | DemonstrationRow | PreferenceRow) -> Row:
+def _row(place: str, found: PromptRow | DemonstrationRow | PreferenceRow, images: tuple[Path, ...]) -> Row:
     if isinstance(found, PromptRow):
         answer = found.answer
         if not isinstance(answer, str):
             answer = json.dumps(answer, ensure_ascii=False, default=str)
-        return Row(place, found.prompt, answer)
+        return Row(place, found.prompt, answer, images=images)
     if isinstance(found, PreferenceRow):
-        return Row(place, found.prompt, responses=(found.chosen, found.rejected))
+        return Row(place, found.prompt, responses=(found.chosen, found.rejected), images=images)
     if found.messages is None:
         assert found.prompt is not None and found.response is not None, "checked by the row's model"
-        return Row(place, found.prompt, responses=(found.response,))
+        return Row(place, found.prompt, responses=(found.response,), images=images)
     first = next(place for place, one in enumerate(found.messages) if one["role"] == "assistant")
-    return Row(place, found.messages[:first], later=found.messages[first:])
+    return Row(place, found.messages[:first], later=found.messages[first:], images=images)
 
 
 def _keys(model: type[BaseModel]) -> str:
     if model is DemonstrationRow:
         return "prompt and response, or messages"
-    return ", ".join(model.model_fields)
+    return ", ".join(name for name, field in model.model_fields.items() if field.is_required())
 
 
 def raise_listed(problems: Sequence[str]) -> None:

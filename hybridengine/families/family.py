@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from hybridengine.families.sizes import DecoderSizes, ExpertSizes, LatentSizes, Multipliers
+from hybridengine.families.sizes import DecoderSizes, ExpertSizes, LatentSizes, Multipliers, VisionSizes
 
 
 class NameSet(str, Enum):
@@ -93,6 +93,8 @@ class Family:
     """Keys of config.json whose values are positive numbers."""
     has_classifier: bool = True
     """True if transformers has the family with a score head, as critics and reward models are."""
+    has_vision: bool = False
+    """True if the model reads images by a vision tower, which is frozen."""
     has_window: bool = False
     """True if setting `sliding_window` alone enables windowed attention in all layers."""
     window_switch: bool = False
@@ -144,6 +146,14 @@ class Family:
         if not self.latent_keys:
             return None
         return LatentSizes(**{name: config[key] for name, key in self.latent_keys.items()})
+
+    def vision_of(self, config: Mapping[str, Any]) -> VisionSizes | None:
+        """Return the vision tower that a completed config.json describes; None for a family that reads no images."""
+        return None
+
+    def vision_tensors(self, sizes: DecoderSizes) -> dict[str, tuple[int, ...]]:
+        """Return the tensors of the vision tower as stored on disk: name -> shape. They are frozen, and in no layout."""
+        return {}
 
     def windows_of(self, config: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the windows of all layers that a completed config.json describes; empty if no layer has one."""

@@ -68,6 +68,40 @@ class Multipliers:
     logits: float
 
 
+@dataclass(frozen=True, order=True)
+class VisionSizes:
+    """Frozen vision tower of a model that reads images, and how its outputs join the tokens."""
+
+    image_token: int
+    """Token in whose place the tower's outputs are read, one after another."""
+    begin_token: int
+    """Token before an image."""
+    end_token: int
+    """Token after an image."""
+    patch_size: int
+    """Height and width of a patch, in pixels."""
+    merge_size: int
+    """Height and width of a token, in patches."""
+    num_frames: int
+    """Frames of a patch; an image is as many equal ones."""
+    sections: tuple[int, int, int]
+    """Rotary frequencies of a head that turn with the frame, the row and the column of a token."""
+    depth: int
+    """Blocks of the tower."""
+    hidden_size: int
+    ffn_hidden_size: int
+
+    @property
+    def side(self) -> int:
+        """Height and width of a token, in pixels."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def patch_values(self) -> int:
+        """Colour values of a patch."""
+        return 3 * self.num_frames * self.patch_size**2
+
+
 @dataclass(frozen=True)
 class AdapterSizes:
     """Low-rank adapters of a model's linear layers, whose own weights are frozen: W + alpha / rank * B A."""
@@ -126,6 +160,8 @@ class DecoderSizes:
     """Attention scores are divided by its square root; None for head_dim."""
     multipliers: Multipliers | None = None
     """Factors of the model's parts; None for a model without."""
+    vision: VisionSizes | None = None
+    """Vision tower of a model that reads images; None for others."""
 
     @property
     def merges_adapters(self) -> bool:

@@ -22,6 +22,7 @@ ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors
 MODEL_COMPANIONS = (
     CONFIG_FILE,
     "generation_config.json",
+    "preprocessor_config.json",
     "README.md",
     "LICENSE",
     "LICENSE.txt",
@@ -166,7 +167,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _disagreements(folder: Path, shape: ModelShape, tensors: dict[str, StoredTensor]) -> list[str]:
     """Return the differences between the stored tensors and those that `config.json` describes."""
-    expected = dict(shape.tensors)
+    expected = {**shape.tensors, **shape.vision_tensors}
     if LM_HEAD in tensors and shape.tied_embeddings:
         expected[LM_HEAD] = expected[EMBEDDING]  # some exporters also store a tied head
     config, remedy = (

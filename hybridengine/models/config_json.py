@@ -46,6 +46,8 @@ _KINDS: dict[str, tuple[type, str]] = {
     "layer_types": (list, "a list"),
     "rope_scaling": (dict, "an object"),
     "rope_parameters": (dict, "an object"),
+    "text_config": (dict, "an object"),
+    "vision_config": (dict, "an object"),
     "id2label": (dict, "an object"),
     "tie_word_embeddings": (bool, "true or false"),
     "norm_topk_prob": (bool, "true or false"),

@@ -73,6 +73,7 @@ class ModelShape(DecoderSizes):
             )
         family = ARCHITECTURES[known[0]]
         config = family.completed(config)
+        check_kinds(config)  # of what was nested
         check_sizes(config, family)
         check_numbers({key: config[key] for key in family.number_keys})
         num_heads = config["num_attention_heads"]
@@ -108,6 +109,7 @@ class ModelShape(DecoderSizes):
             qkv_bias=bool(config["attention_bias"]) if family.qkv_bias is None else None,
             query_scalar=family.query_scalar_of(config),
             multipliers=family.multipliers_of(config),
+            vision=family.vision_of(config),
             **rotary_settings(config, family, head_dim),
         )
         if shape.num_heads % shape.num_kv_heads:
@@ -155,6 +157,16 @@ class ModelShape(DecoderSizes):
         elif not self.tied_embeddings:
             tensors[LM_HEAD] = (self.vocab_size, self.hidden_size)
         return tensors | self.adapter_tensors
+
+    @cached_property
+    def vision_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Tensors of the frozen vision tower: name -> shape; empty for a model that reads no images."""
+        return FAMILIES[self.family].vision_tensors(self) if self.vision else {}
+
+    @property
+    def num_frozen(self) -> int:
+        """Number of weights of the vision tower, which each rank holds whole."""
+        return sum(math.prod(shape) for shape in self.vision_tensors.values())
 
     @cached_property
     def adapter_tensors(self) -> dict[str, tuple[int, ...]]:

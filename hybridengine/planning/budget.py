@@ -130,6 +130,7 @@ def budget_of(
     has_engine = generates and (pool == MAIN_POOL or "generation" in config.pools[pool].roles)
     fixed = (GPU_BYTES if on_gpus else 0) + (GRAPH_BYTES if graphs and has_engine else 0)
     fixed += loaded_adapters_bytes(config, pool) if has_engine else 0
+    fixed += _vision_bytes(config, pool)
     models = pool_models(config, pool, rank)
     offloaded = _offloaded_bytes(models)
     return Budget(
@@ -171,6 +172,12 @@ def _fp8(config: RunConfig, models: list[HeldModel], has_engine: bool) -> dict[s
     if has_engine:
         kinds["rollout.quantization"] = config.rollout.quantization
     return {key: kind for key, kind in kinds.items() if kind != "none"}
+
+
+def _vision_bytes(config: RunConfig, pool: str) -> int:
+    """Return the bytes of the frozen vision tower, which each rank of the actor, its reference or an engine has once."""
+    reads = {"actor", "reference", "generation"} & {*config.pools[pool].roles}
+    return model_shape(config).num_frozen * DTYPE_BYTES[config.model.dtype] if reads else 0
 
 
 def _pool_phases(config: RunConfig, pool: str, cost: SwitchCost, rank: int | None) -> dict[str, int]:

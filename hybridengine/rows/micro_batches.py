@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridengine.errors import ProtocolError
 from hybridengine.rows.balance import balance_rows
 from hybridengine.rows.batch import columns_of
+from hybridengine.rows.images import IMAGES, image_columns
 from hybridengine.rows.supports import SUPPORTS, support_columns
 
 SEQUENCE_COLUMNS = ("tokens", "prompt_lengths", "response_lengths")
@@ -37,8 +38,8 @@ class MicroRows:
     columns: dict[str, Tensor]
     """`tokens` [b, t] and `lengths` [b]; `positions` [b, r], that of the token before response token j, -1 beyond the
     response; `mask` [b, r], see `loss_mask`; `routes` [b, t, L, K] and `TEACHER_COLUMNS` if the batch has them, and the
-    columns of `support_columns` if it has supports; and the requested response-aligned columns, [b, r]. Rows without a
-    prompt have all columns at all positions, [b, t], and no `positions`."""
+    columns of `support_columns` and `image_columns` if it has supports and images; and the requested response-aligned
+    columns, [b, r]. Rows without a prompt have all columns at all positions, [b, t], and no `positions`."""
 
 
 def cut_rows(
@@ -103,6 +104,9 @@ def _columns(batch: TensorDictBase, rows: list[int], response_columns: Sequence[
     if SUPPORTS in columns_of(batch):
         entries = batch.get(SUPPORTS).tolist()
         columns |= support_columns([entries[row] for row in rows], responses.tolist(), longest)
+    if IMAGES in columns_of(batch):
+        entries = batch.get(IMAGES).tolist()
+        columns |= image_columns([entries[row] for row in rows])
     return columns | {name: batch[name][rows, :longest] for name in response_columns}
 
 

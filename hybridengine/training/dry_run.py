@@ -10,6 +10,7 @@ from hybridengine.config.reward_sections import scorer_key
 from hybridengine.config.run_config import TRAINED, reward_sections
 from hybridengine.drivers.dataflow import check_functions
 from hybridengine.formatting import format_bytes
+from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
 from hybridengine.planning.budget import Budget, budget_of, pool_models, switched_weights
 from hybridengine.planning.costs.memory import (
     engine_shape,
@@ -46,6 +47,7 @@ def layout_lines(config: RunConfig, cost: SwitchCost) -> list[str]:
         f"model: {shape.family}, {shape.num_layers} layers, {shape.num_parameters:,} parameters,"
         f" {format_bytes(shape.weight_bytes(config.model.dtype))} in {config.model.dtype}"
         + (f"; {shape.num_trained:,} are trained, those of adapters" if shape.adapters else ""),
+        *_vision_lines(shape, config.model.dtype),
         *_pool_lines(config),
         *_engine_lines(config),
         "roles: "
@@ -73,6 +75,16 @@ def _judge_lines(config: RunConfig) -> list[str]:
         f" {config.pools[config.pool_of(role)].num_ranks // judge.engine.num_ranks} engine(s)"
         for role, section in reward_sections(config).items()
         for term, judge in section.judges.items()
+    ]
+
+
+def _vision_lines(shape: ModelShape, dtype: str) -> list[str]:
+    """Return the line of a frozen vision tower, which the ledger of the switch does not count."""
+    if shape.vision is None:
+        return []
+    size = format_bytes(shape.num_frozen * DTYPE_BYTES[dtype])
+    return [
+        f"vision: {shape.num_frozen:,} parameters, frozen, {size} on every rank besides the weights that switch"
     ]
 
 

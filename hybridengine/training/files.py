@@ -19,7 +19,8 @@ from hybridengine.config.judge_section import JudgeSection
 from hybridengine.config.reward_sections import scorer_key
 from hybridengine.config.run_config import PATH_KEYS, reward_sections
 from hybridengine.config.values import Section
-from hybridengine.data.datasets import PromptDataset
+from hybridengine.data.datasets import EPISODE_ROWS, PromptDataset
+from hybridengine.data.images import image_reader
 from hybridengine.data.judging import check_judge
 from hybridengine.data.responses import ResponseDataset
 from hybridengine.data.rewards import check_reward_functions
@@ -187,10 +188,14 @@ def _read_rows(
     """Return the rows of the run's data and its demonstrations; record errors in `problems`."""
     algorithm, data = config.algorithm, config.data
 
+    reader = _attempt(problems, image_reader, config)
+
     def read(file: Path) -> PromptDataset | ResponseDataset:
         if algorithm.generates:
-            return PromptDataset(file, tokenizer, config.rollout.max_prompt_tokens)
-        return ResponseDataset(file, tokenizer, algorithm.rows_kind, data.max_tokens, data.too_long)
+            column = EPISODE_ROWS if config.rollout.episode is not None else None
+            return PromptDataset(file, tokenizer, config.rollout.max_prompt_tokens, column, reader)
+        kind = algorithm.rows_kind
+        return ResponseDataset(file, tokenizer, kind, data.max_tokens, data.too_long, reader=reader)
 
     training = _attempt(problems, read, config.train_file)
     held_out = demonstrations = None
@@ -209,6 +214,7 @@ def _read_rows(
             config.max_tokens,
             seed=config.run.seed,
             limit=limit,
+            reader=reader,
         )
     if training is None:
         raise_all(problems, DataError)

@@ -45,8 +45,12 @@ WINDOWED_LAYOUTS = [
 ]
 """Layouts of models with windows, whose rows are not divided."""
 MODELS = [
-    (family, tied) for family in FAMILIES for tied in (False, True) if (family, tied) != ("deepseek_v3", True)
+    (family, tied)
+    for family, described in FAMILIES.items()
+    for tied in (False, True)
+    if (family, tied) != ("deepseek_v3", True) and not described.has_vision
 ]
+"""Models that read images: test_images.py."""
 MAX_FILE_BYTES = 150_000
 TOLERANCE = 1e-4
 

@@ -10,6 +10,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from hybridengine.families.registry import FAMILIES
+from tests.unit.model_configs import IMAGE_TOKENS, vision_entries
 
 SIZES = {
     "vocab_size": 131,  # prime: no degree divides it
@@ -73,6 +74,15 @@ def write_model(
     if described.latent_keys:
         values["num_key_value_heads"] = values["num_attention_heads"]
         values["head_dim"] = values["qk_rope_head_dim"]
+    if described.has_vision:
+        del values["head_dim"]
+        values = {
+            **IMAGE_TOKENS,
+            **vision_entries(values["hidden_size"], values["num_attention_heads"]),
+            **values,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
     config = getattr(transformers, f"{described.hf_prefix}Config")(**values)
     model: PreTrainedModel = getattr(transformers, described.architectures[bool(num_labels)])(config)
     generator = torch.Generator().manual_seed(20)

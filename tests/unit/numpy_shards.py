@@ -41,7 +41,7 @@ POST_NORMS = {
 """Families with norms of outputs -> names of the norm before the MLP, and of those of attention and of the MLP."""
 FUSED_MLP = ("phi3", "glm4")
 """Families that store gate and up in one tensor."""
-BIASED = ("qwen2", "glm4")
+BIASED = ("qwen2", "qwen2_5_vl", "glm4")
 """Families whose q, k and v have a bias here."""
 LATENT = LatentSizes(query_rank=3, key_value_rank=512, plain_head_dim=2, rotary_head_dim=64, value_head_dim=3)
 """Sizes of latent attention, of which vLLM fixes two."""
@@ -64,8 +64,7 @@ def small_shape(
     """Return a small model: two query heads of 2 per KV head, 3 MLP rows for two query heads, hidden size 6.
 
     A mixture has four experts, each as large as the MLP; DeepSeek-V3 also a shared one, and an MLP in its first layer.
-    Qwen2 has no head_dim of its own, so its hidden size is that of
-    all query heads.
+    Qwen2 and Qwen2.5-VL have no head_dim of their own, so their hidden size is that of all query heads.
     """
     ffn = 3 * heads_per_group * kv_heads // 2
     latent = LATENT if family == "deepseek_v3" else None
@@ -73,7 +72,7 @@ def small_shape(
     return ModelShape(
         family=family,
         num_layers=layers,
-        hidden_size=2 * heads_per_group * kv_heads if family == "qwen2" else 6,
+        hidden_size=2 * heads_per_group * kv_heads if family in ("qwen2", "qwen2_5_vl") else 6,
         ffn_hidden_size=ffn,
         experts=ExpertSizes(4, 2, ffn, num_dense_layers=rest, num_shared=rest) if family in EXPERTS else None,
         latent=latent,

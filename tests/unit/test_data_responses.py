@@ -188,7 +188,7 @@ def test_characters_that_the_tokenizer_lacks_are_named_wherever_they_are(
 
 def test_a_template_that_refuses_a_later_turn_is_reported(tmp_path: Path) -> None:
     strict = build_arithmetic_tokenizer()
-    strict.chat_template = strict.chat_template.replace(
+    strict.chat_template = str(strict.chat_template).replace(
         "{% for", "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}{% for", 1
     )
     with pytest.raises(DataError, match=r"line 1: the chat template refuses the messages .*too many"):

@@ -14,7 +14,7 @@ from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.families.deepseek_v3 import DEEPSEEK_V3
 from hybridengine.families.registry import ARCHITECTURES
 from hybridengine.models.shapes import ModelShape
-from tests.unit.model_configs import plain
+from tests.unit.model_configs import IMAGE_TOKENS, SIZES, plain, vision_entries
 
 LLAMA3 = {
     "factor": 8.0,
@@ -383,6 +383,9 @@ def test_every_architecture_is_accepted() -> None:
     for name, family in ARCHITECTURES.items():
         window = 32 if family.name == "gemma3_text" else None
         heads = {"num_key_value_heads": 6} if family.latent_keys else {}
+        if family.has_vision:
+            heads = vision_entries(SIZES["hidden_size"], SIZES["num_attention_heads"])
+            heads |= IMAGE_TOKENS
         own = {"architectures": [name], "sliding_window": window, **family.built_config, **heads}
         shape = ModelShape.from_hf_config(plain(**own))
         assert shape.family == family.name

@@ -14,11 +14,11 @@ import pytest
 from hybridengine.errors import ConfigError
 from hybridengine.families.registry import FAMILIES
 from hybridengine.models.shapes import ModelShape
-from tests.unit.model_configs import SIZES, plain
+from tests.unit.model_configs import IMAGE_TOKENS, SIZES, plain, vision_entries
 
 PREFIXES = {family.hf_prefix: family for family in FAMILIES.values()}
 """Prefix of a family's classes in transformers -> family."""
-WITHOUT_HEAD_DIM = ("Qwen2", "Phi3")
+WITHOUT_HEAD_DIM = ("Qwen2", "Phi3", "Qwen2_5_VL")
 """Families whose head_dim is hidden_size / num_attention_heads."""
 LATENT = "DeepseekV3"
 """A family with as many key heads as query heads, and a head of its own."""
@@ -30,6 +30,8 @@ def hf_config(family: str, task: str = "CausalLM", **changes: Any) -> Any:
     sizes = {**SIZES, **PREFIXES[family].built_config, **changes}
     if family in WITHOUT_HEAD_DIM:
         sizes.pop("head_dim", None)
+    if PREFIXES[family].has_vision:
+        sizes |= {**vision_entries(sizes["hidden_size"], sizes["num_attention_heads"]), **IMAGE_TOKENS}
     if family == LATENT:
         sizes |= {"num_key_value_heads": sizes["num_attention_heads"], "head_dim": 64}
     config = getattr(transformers, f"{family}Config")(**sizes)
@@ -65,7 +67,7 @@ def test_tensors_equal_those_of_transformers(family: str, tied: bool) -> None:
             family, num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied
         )
         shape = ModelShape.from_hf_config(saved(config))
-        assert shape.tensors == hf_tensors(config)
+        assert shape.tensors | shape.vision_tensors == hf_tensors(config)
         assert shape.tied_embeddings is tied
         assert ("lm_head.weight" in shape.tensors) is not tied
 
@@ -97,7 +99,8 @@ def test_parameter_counts_equal_those_of_transformers(family: str) -> None:
         biases = [buffer for name, buffer in model.named_buffers() if name.endswith("_correction_bias")]
         expected = sum(one.numel() for one in [*model.parameters(), *biases])
         shape = ModelShape.from_hf_config(saved(config))
-        assert shape.num_parameters == expected
+        assert shape.num_parameters + shape.num_frozen == expected
+        expected = shape.num_parameters
         assert shape.weight_bytes("float32") == 4 * expected
         assert shape.weight_bytes("bfloat16") == shape.weight_bytes("float16") == 2 * expected
 
@@ -128,13 +131,13 @@ def test_numbers_of_a_saved_configuration(family: str) -> None:
 def test_absent_keys_mean_what_transformers_takes_them_for(family: str, absent: str) -> None:
     changes: dict[str, Any] = {"num_attention_heads": 32, "hidden_size": 192, "num_key_value_heads": 8}
     contents = saved(hf_config(family, **changes))
-    contents.pop(absent, None)
+    contents.get("text_config", contents).pop(absent, None)
     transformers = importlib.import_module("transformers")
     config = getattr(transformers, f"{family}Config").from_dict(contents)
     shape = ModelShape.from_hf_config(contents)
-    assert shape.tensors == hf_tensors(config)
-    assert shape.max_positions == config.max_position_embeddings
-    assert shape.norm_eps == config.rms_norm_eps
+    assert shape.tensors | shape.vision_tensors == hf_tensors(config)
+    assert shape.max_positions == config.get_text_config().max_position_embeddings
+    assert shape.norm_eps == config.get_text_config().rms_norm_eps
 
 
 def test_layers_are_split_into_consecutive_stages() -> None:

@@ -31,6 +31,7 @@ from hybridengine.backends.megatron.compat import fusion_without_apex, stage_spe
 from hybridengine.backends.megatron.rotary import set_frequencies, softmax_scale
 from hybridengine.backends.megatron.routing import connect_routers
 from hybridengine.backends.megatron.shim import device, device_shim, is_needed
+from hybridengine.backends.megatron.sight import open_eyes
 from hybridengine.backends.places import Places
 from hybridengine.backends.predictions import Predictions
 from hybridengine.config.role_sections import MegatronSettings
@@ -184,10 +185,12 @@ def transformer_config(
         masked_softmax_fusion=on_gpu,
         persist_layer_norm=on_gpu,
         bias_dropout_fusion=False,
-        # For packed rows Megatron-core does not tell Transformer Engine's kernel that dims are interleaved.
+        # For packed rows Megatron-core does not tell Transformer Engine's kernel that dims are interleaved, or that the
+        # angles are those of tokens, not of a range of positions.
         apply_rope_fusion=has_te
         and settings.fusions
         and shape.latent is None
+        and shape.vision is None
         and not of_family["rotary_interleaved"],
         **FP8[settings.fp8],
     )
@@ -229,6 +232,8 @@ def build_chunks(
             )
             if shape.latent is None:  # latent attention has rotary embeddings of its own
                 set_frequencies(model, shape)
+            if shape.vision is not None:
+                open_eyes(model, shape.vision)
             _mark_sharded(model)
             if shape.experts is not None:
                 coefs = settings.router_aux_loss_coef, settings.router_z_loss_coef

@@ -20,9 +20,15 @@ from torch import Tensor
 
 from hybridengine.backends.megatron.routing import RoutedPack
 from hybridengine.backends.megatron.shim import device
+from hybridengine.backends.megatron.sight import Sight, sight_of
 from hybridengine.backends.places import Places
 from hybridengine.backends.policy import MicroBatch
+from hybridengine.families.sizes import VisionSizes
+from hybridengine.rows.images import IMAGE_BYTES, IMAGE_SIZES, images_of_columns
 from hybridengine.rows.micro_batches import ROUTES
+
+_NOT_FOR_LOSSES = (ROUTES, IMAGE_SIZES, IMAGE_BYTES)
+"""Columns of micro-batches that only the model reads."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ class Pack:
     places: Places
     """Where these outputs belong, [B, R]."""
     columns: MicroBatch
+    sight: Sight | None = None
+    """Images, for a model that reads them."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,8 @@ class Packing:
     tp_rank: int = 0
     multiple: int = 1
     """Number of which a rank's tokens are a multiple, as matrix products in FP8 need it."""
+    vision: VisionSizes | None = None
+    """Vision tower of a model that reads images."""
 
     @property
     def row_unit(self) -> int:
@@ -126,8 +136,18 @@ class Packing:
             ),
             wanted_N.to(device()),
             Places(tuple(positions_BR.shape), entries_N.to(device()), self.context),
-            {name: tensor.to(device()) for name, tensor in batch.items() if name != ROUTES},
+            {name: tensor.to(device()) for name, tensor in batch.items() if name not in _NOT_FOR_LOSSES},
+            self._sight(batch, bounds.cpu(), held),
         )
+
+    def _sight(self, batch: MicroBatch, bounds: Tensor, held: Tensor) -> Sight | None:
+        """Return what a model that reads images sees in a micro-batch; None for other models."""
+        if self.vision is None:
+            return None
+        lengths = _lengths(batch).tolist()
+        rows = [row[:length].numpy() for row, length in zip(batch["tokens"].cpu(), lengths, strict=True)]
+        images = images_of_columns(batch) if IMAGE_BYTES in batch else [()] * len(rows)
+        return sight_of(self.vision, rows, images, bounds, held.chunk(self.tp_size)[self.tp_rank])
 
     def _routed(
         self, batch: MicroBatch, inside_S: Tensor, row_S: Tensor, offset_S: Tensor, held: Tensor

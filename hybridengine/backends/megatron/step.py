@@ -21,7 +21,10 @@ from hybridengine.backends.megatron import compat
 from hybridengine.backends.megatron.packing import Pack, Packing
 from hybridengine.backends.megatron.routing import RoutingTotals
 from hybridengine.backends.megatron.shim import device, device_shim
+from hybridengine.backends.megatron.sight import show
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction
+from hybridengine.backends.vision import VisionTower
+from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.sizes import TrainSizes
 
 
@@ -32,6 +35,7 @@ class PipelineRunner:
         self,
         modules: Sequence[torch.nn.Module],
         chunks: Sequence[GPTModel],
+        shape: ModelShape,
         sizes: TrainSizes,
         groups: ProcessGroupCollection,
         routing: RoutingTotals | None = None,
@@ -44,8 +48,10 @@ class PipelineRunner:
         """Tokens of all passes whose gradients are not finished; None without any."""
         tp_size = groups.tp.size() if self._config.sequence_parallel else 1
         multiple = get_fp8_align_size(self._config.fp8_recipe) if self._config.fp8 else 1
-        self._packing = Packing(groups.cp, tp_size, groups.tp.rank() % tp_size, multiple)
+        self._packing = Packing(groups.cp, tp_size, groups.tp.rank() % tp_size, multiple, shape.vision)
         self.routing = routing
+        self.tower: VisionTower | None = None
+        """Tower of the images in micro-batches."""
         self._communicator = P2PCommunicator(pp_group=groups.pp, config=self._config)
         self._connect_stages()
 
@@ -137,6 +143,8 @@ class PipelineRunner:
             head: Any = chunk.output_layer if chunk.post_process else None
             if head is not None:
                 head.wanted_N = pack.wanted_N
+            if pack.sight is not None:
+                show(chunk, pack.sight, self.tower)
             output = module(pack.tokens_1S, pack.offsets_1S, None, packed_seq_params=pack.params)
 
             def loss_of(output: Tensor) -> tuple[Tensor, Tensor, Any]:

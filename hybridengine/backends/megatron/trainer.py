@@ -27,6 +27,7 @@ from hybridengine.backends.megatron.routing import RoutingTotals
 from hybridengine.backends.megatron.shim import device_shim
 from hybridengine.backends.megatron.step import PipelineRunner
 from hybridengine.backends.policy import LossFunction, MicroBatch, OutputFunction, StepResult
+from hybridengine.backends.vision import VisionTower
 from hybridengine.config.role_sections import MegatronSettings, OptimizerSection
 from hybridengine.errors import DataError, StorageError
 from hybridengine.families.family import NameSet, is_float32
@@ -56,7 +57,11 @@ class MegatronModel:
         self.layout: Layout = megatron_layout(shape, grid, names)
         self._chunks = build_chunks(shape, grid.sizes, self.groups, dtype, names, settings)
         self.weights = WeightStorage(self._weights(), current=self._weights)
-        self._runner = PipelineRunner(self._chunks, self._chunks, grid.sizes, self.groups)
+        self._runner = PipelineRunner(self._chunks, self._chunks, shape, grid.sizes, self.groups)
+
+    def see(self, tower: VisionTower | None) -> None:
+        """Read the images of micro-batches with this tower."""
+        self._runner.tower = tower
 
     def _parameters(self) -> dict[str, Parameter]:
         """Return the parameters by their names in the layout."""
@@ -155,7 +160,7 @@ class MegatronTrainer(MegatronModel):
         self._gradients: list[Tensor] = [buffer.grad_data for buffer in compat.buffers(self._replicated)]
         self._gradient_bytes = [buffer.untyped_storage().nbytes() for buffer in self._gradients]
         routing = shape.experts and RoutingTotals(shape.experts, shape.num_layers, self.groups)
-        self._runner = PipelineRunner(self._replicated, self._chunks, grid.sizes, self.groups, routing)
+        self._runner = PipelineRunner(self._replicated, self._chunks, shape, grid.sizes, self.groups, routing)
 
     def start_optimizer(
         self, settings: OptimizerSection, decay_steps: int = 1_000_000, offload: str = "none"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +15,13 @@ from torch import Tensor
 from hybridengine.backends.megatron.model import DTYPES
 from hybridengine.backends.megatron.shim import device
 from hybridengine.backends.megatron.trainer import MegatronModel
-from hybridengine.checkpoints.hf_files import HfWriter, SafetensorsFolder, read_parameters, type_of
+from hybridengine.checkpoints.hf_files import (
+    HfWriter,
+    SafetensorsFolder,
+    frozen_tensors,
+    read_parameters,
+    type_of,
+)
 from hybridengine.checkpoints.peft_files import PeftFolder, PeftWriter
 from hybridengine.families.adapters import FACTORS, is_of_adapter
 from hybridengine.families.sizes import AdapterSizes
@@ -101,7 +107,8 @@ def save_weights(
     """Write the model as a Hugging Face checkpoint, streamed bucket by bucket to rank 0. Collective over all ranks.
 
     The folder gets its final name only when it is complete. Config and tokenizer files are copied from `companions`.
-    A model with adapters is written as a PEFT folder, which names `base` as the folder of the frozen weights.
+    A model with adapters is written as a PEFT folder, which names `base` as the folder of the frozen weights. A vision
+    tower is copied from `base`.
 
     Raises:
         StorageError: the weights are in the generation engine.
@@ -126,12 +133,13 @@ def save_weights(
         )
         if model.rank == 0:
             like, dtype = Path(companions) if companions else None, DTYPES[model.dtype]
+            every = dict(sorted({**shapes, **model.shape.vision_tensors}.items()))
             files = (
                 PeftWriter(Path(folder), model.shape, dtype, base)
                 if model.shape.adapters
-                else HfWriter(Path(folder), dict(sorted(shapes.items())), dtype, max_file_bytes, like)
+                else HfWriter(Path(folder), every, dtype, max_file_bytes, like)
             )
-            fault = _receive(executor, files, whole)
+            fault = _receive(executor, files, whole, frozen_tensors(model.shape, base))
         else:
             executor.run()
     dist.barrier(group=world)
@@ -140,8 +148,11 @@ def save_weights(
             raise fault
 
 
-def _receive(executor: PlanExecutor, files: HfWriter, whole: WeightStorage) -> OSError | None:
-    """Write each bucket as it arrives; after a disk error, receive the rest, lest senders fail, and return it."""
+def _receive(
+    executor: PlanExecutor, files: HfWriter, whole: WeightStorage, frozen: Iterable[tuple[str, Tensor]]
+) -> OSError | None:
+    """Write each bucket as it arrives, then frozen tensors; after a disk error, receive the rest, lest senders fail, and
+    return it."""
     faults: list[OSError] = []
 
     def write(names: tuple[str, ...]) -> None:
@@ -159,6 +170,8 @@ def _receive(executor: PlanExecutor, files: HfWriter, whole: WeightStorage) -> O
             except OSError as error:
                 faults.append(error)
             executor.run(after_bucket=write)
+            for name, tensor in frozen:
+                files.write(name, tensor)
             if faults:
                 raise faults[0]
     except OSError as error:

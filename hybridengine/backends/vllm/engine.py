@@ -7,6 +7,7 @@ seed, so that tensor-parallel peers, which sample independently, draw equal toke
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hybridengine.backends.engine import Request, Response
+from hybridengine.backends.vision import VisionTower, image_places
 from hybridengine.backends.vllm.adapters import (
     LoadedAdapters,
     activate,
@@ -55,6 +57,7 @@ class VllmEngine:
     Args:
         folder: checkpoint folder, of which only `config.json` is read; a switch fills in the weights.
         identity: name of the job in shared memory.
+        tower: vision tower for a model that reads images.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class VllmEngine:
         generation: GenerationGrid,
         settings: EngineSettings,
         identity: str,
+        tower: VisionTower | None = None,
     ) -> None:
         num_loaded = settings.num_loaded_adapters
         self.layout: Layout = vllm_layout(shape, generation, not num_loaded)
@@ -79,6 +83,14 @@ class VllmEngine:
             adapters = None if shape.merges_adapters else shape.adapters
             adapted = vllm_layout(shape, generation) if num_loaded else self.layout
             options = lora_options(adapters, adapted, num_loaded) if adapters else {}
+            seen = None
+            if shape.vision is not None:
+                from hybridengine.backends.vllm import seeing
+
+                seeing.register()
+                options |= seeing.OPTIONS
+                if tower is not None:
+                    seen = functools.partial(seeing.with_images, vision=shape.vision, tower=tower)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(unused_ends_dropped(tied=shape.tied_embeddings))
                 caches = stack.enter_context(routes_cached(shape)) if settings.keep_routes else []
@@ -100,8 +112,10 @@ class VllmEngine:
         supports = (
             RequestSupports(self._engine, self._runner, shape.vocab_size) if settings.keep_supports else None
         )
-        self._requests = RunningRequests(self._engine, self._runner, routes, supports, adapter, self._loaded)
-        self._settings, self.vocab_size = settings, shape.vocab_size
+        self._requests = RunningRequests(
+            self._engine, self._runner, routes, supports, adapter, self._loaded, seen
+        )
+        self._settings, self.vocab_size, self._vision = settings, shape.vocab_size, tower and shape.vision
         self._is_ready = True
 
     def _make_weights(self, sleeps: bool, on_gpu: bool) -> WeightStorage:
@@ -225,6 +239,13 @@ class VllmEngine:
                     f"the {what} of request {name!r} has the token {unknown[0]}, and the model knows tokens from 0 to"
                     f" {self.vocab_size - 1}; take tokens of the model's own tokenizer"
                 )
+        if request.images and self._vision is None:
+            raise DataError(
+                f"request {name!r} has images, and the engine reads none; leave them out, or build it with the vision"
+                " tower of a model such as Qwen2.5-VL"
+            )
+        if self._vision is not None:
+            image_places(request.prompt_token_ids, request.images, self._vision)
         if sampling.reads_text and self._settings.tokenizer is None:
             found = f"stop_strings={list(sampling.stop_strings)}" if sampling.stop_strings else "a structure"
             raise DataError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hybridengine.backends.engine import Request, Response, SamplingSettings
@@ -31,6 +31,7 @@ class RunningRequests:
     Args:
         adapter: vLLM's request for the adapter of all requests, if there is one.
         loaded: adapters that requests name, if the engine loads them from files.
+        seen: returns vLLM's input for a request with images and a salt of the prefix cache.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class RunningRequests:
         supports: RequestSupports | None = None,
         adapter: Any = None,
         loaded: LoadedAdapters | None = None,
+        seen: Callable[..., Any] | None = None,
     ) -> None:
         self._engine, self._routes, self._supports = engine, routes, supports
-        self._adapter, self._loaded = adapter, loaded
+        self._adapter, self._loaded, self._seen = adapter, loaded, seen
         self._states: dict[str, Any] | None = getattr(runner, "requests", None)
         """States with a generator, by request, of the first runner."""
         self._running: dict[str, tuple[Request, Response]] = {}
@@ -83,10 +85,11 @@ class RunningRequests:
                 if self._states is not None:
                     seed = position_seed(seed, request.first_position)
                 params = _sampling_params(request.sampling, seed)
-                prompt = {
-                    "prompt_token_ids": list(request.prompt_token_ids),
-                    "cache_salt": f"version {version}",
-                }
+                salt = f"version {version}"
+                prompt: Any = {"prompt_token_ids": list(request.prompt_token_ids), "cache_salt": salt}
+                if request.images:
+                    assert self._seen is not None, "the engine refuses images of other models"
+                    prompt = self._seen(request, cache_salt=salt)
                 adapter = self._loaded.request(request.sampling.adapter) if self._loaded else self._adapter
                 name = self._engine.add_request(request.request_id, prompt, params, lora_request=adapter)
                 kept = None if self._supports is None else []

@@ -235,7 +235,9 @@ class LanguageModelEngine(BaseEngine):
         if isinstance(outcome, CheckpointError):
             raise outcome
         if "hf_model" in self.checkpoint_config.save_contents:
-            save_weights(self.trainer, self.registry, folder / "huggingface", str(self.folder))
+            save_weights(
+                self.trainer, self.registry, folder / "huggingface", str(self.folder), base=self.folder
+            )
         dist.barrier()
         self._saved = [one for one in self._saved if one != folder] + [folder]
         for old in self._saved[:-max_ckpt_to_keep] if max_ckpt_to_keep else []:
