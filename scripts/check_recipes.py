@@ -61,7 +61,7 @@ def train(name: str, seed: int, folder: Path) -> SeedRun:
     config = load_config(RECIPES / f"{name}.yaml", changes)
     shutil.rmtree(config.run_folder, ignore_errors=True)
     command = [sys.executable, "-m", "hybridengine.cli.main", "train", f"{RECIPES / name}.yaml", *changes]
-    start = time.monotonic()
+    commit, start = _commit(), time.monotonic()
     with (folder / f"{config.run.name}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         cpu_s = _cpu_seconds(process)
@@ -71,7 +71,7 @@ def train(name: str, seed: int, folder: Path) -> SeedRun:
         rewards=tuple(round(reward, 4) for reward in rewards),
         held_out=(round(held_out[0], 4), round(held_out[1], 4)),
         rows_per_step=config.rows_per_step,
-        commit=_commit(),
+        commit=commit,
         machine=_machine(),
         wall_s=round(time.monotonic() - start),
         cpu_s=round(cpu_s),
