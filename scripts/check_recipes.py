@@ -1,7 +1,7 @@
 """Runs recipes of configs/recipes and compares their rewards with the expected curves (docs/how-to/recipes.md).
 
     python -m scripts.check_recipes                           all recipes, one after another
-    python -m scripts.check_recipes bits --seed 1 --update    make a run of one recipe part of its expected curve
+    python -m scripts.check_recipes lake --seed 1 --update    make a run of one recipe part of its expected curve
     python -m scripts.check_recipes --draw                    draw docs/images/recipes.svg from the expected curves
 
 The exit status is 0 if all runs are as expected, 1 if one is not or has failed, and 2 for wrong arguments.

@@ -153,7 +153,7 @@ def compare(rewards: Sequence[float], runs: Sequence[SeedRun]) -> list[Part]:
 def page_table(curves: Mapping[str, Sequence[SeedRun]]) -> str:
     """Return the page's table: rewards of the first and last quarter with their ranges, held-out scores, least time."""
     lines = [
-        "| recipe | seeds | reward, first quarter | reward, last quarter | held-out score | time, 2 cores | of processors |",
+        "| recipe | seeds | reward, first quarter | reward, last quarter | held-out score | time | of processors |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, runs in sorted(curves.items()):
