@@ -104,7 +104,7 @@ lint: install ## ruff, pyright and the import contracts of the floors
 
 # They take hours on 2 cores: for every night, not for every change.
 .PHONY: nightly
-nightly: install ## trains the recipes and compares them with their curves (ARGS="bits --seed 7" for one of them)
+nightly: install ## trains the recipes and compares them with their curves (ARGS="lake --seed 7" for one of them)
 	$(VENV)/bin/python -m scripts.check_recipes $(ARGS)
 
 # Strict: a broken link, anchor or name of the API fails. The variable silences an advertisement (decision 0038).

@@ -1,7 +1,7 @@
 """Runs recipes of configs/recipes and compares their rewards with the expected curves (docs/how-to/recipes.md).
 
     python -m scripts.check_recipes                           all recipes, one after another
-    python -m scripts.check_recipes bits --seed 1 --update    make a run of one recipe part of its expected curve
+    python -m scripts.check_recipes lake --seed 1 --update    make a run of one recipe part of its expected curve
     python -m scripts.check_recipes --draw                    draw docs/images/recipes.svg from the expected curves
 
 The exit status is 0 if all runs are as expected, 1 if one is not or has failed, and 2 for wrong arguments.
@@ -61,7 +61,7 @@ def train(name: str, seed: int, folder: Path) -> SeedRun:
     config = load_config(RECIPES / f"{name}.yaml", changes)
     shutil.rmtree(config.run_folder, ignore_errors=True)
     command = [sys.executable, "-m", "hybridengine.cli.main", "train", f"{RECIPES / name}.yaml", *changes]
-    start = time.monotonic()
+    commit, start = _commit(), time.monotonic()
     with (folder / f"{config.run.name}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         cpu_s = _cpu_seconds(process)
@@ -71,7 +71,7 @@ def train(name: str, seed: int, folder: Path) -> SeedRun:
         rewards=tuple(round(reward, 4) for reward in rewards),
         held_out=(round(held_out[0], 4), round(held_out[1], 4)),
         rows_per_step=config.rows_per_step,
-        commit=_commit(),
+        commit=commit,
         machine=_machine(),
         wall_s=round(time.monotonic() - start),
         cpu_s=round(cpu_s),

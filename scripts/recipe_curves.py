@@ -151,19 +151,22 @@ def compare(rewards: Sequence[float], runs: Sequence[SeedRun]) -> list[Part]:
 
 
 def page_table(curves: Mapping[str, Sequence[SeedRun]]) -> str:
-    """Return the page's table: rewards of the first and last quarter with their ranges, held-out scores, time."""
+    """Return the page's table: rewards of the first and last quarter with their ranges, held-out scores, least time."""
     lines = [
-        "| recipe | seeds | reward, first quarter | reward, last quarter | held-out score | processor time |",
-        "|---|---|---|---|---|---|",
+        "| recipe | seeds | reward, first quarter | reward, last quarter | held-out score | time | of processors |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, runs in sorted(curves.items()):
         size = len(runs[0].rewards) // NUM_PARTS
         parts = [[fmean(run.rewards[part]) for run in runs] for part in (slice(size), slice(-size, None))]
         first, last = (f"{fmean(part):.2f} ({min(part):.2f} to {max(part):.2f})" for part in parts)
         before, after = (fmean(run.held_out[end] for run in runs) for end in (0, 1))
-        minutes = fmean(run.cpu_s for run in runs) / 60
+        wall, cpu = (
+            min(seconds) / 60 for seconds in zip(*((run.wall_s, run.cpu_s) for run in runs), strict=True)
+        )
+        scores = f"{before:.2f} -> {after:.2f}"
         lines.append(
-            f"| `{name}` | {len(runs)} | {first} | {last} | {before:.2f} -> {after:.2f} | {minutes:.0f} min |"
+            f"| `{name}` | {len(runs)} | {first} | {last} | {scores} | {wall:.0f} min | {cpu:.0f} min |"
         )
     return "\n".join(lines)
 
@@ -174,13 +177,15 @@ def draw(curves: Mapping[str, Sequence[SeedRun]], file: Path) -> None:
     height = math.ceil(len(curves) / width)
     with drawing(file, "Reward of the recipes", 4.2 * width, 2.6 * height) as figure:
         grid = figure.subplots(height, width, squeeze=False).flat
-        for axes, (name, runs) in zip(grid, curves.items(), strict=False):
+        for (name, runs), axes in zip(curves.items(), grid, strict=False):
             steps = range(1, len(runs[0].rewards) + 1)
             columns = [*zip(*(run.rewards for run in runs), strict=True)]
-            label = f"range of {len(runs)} seeds" if len(runs) > 1 else "one seed"
-            lowest, highest = [min(column) for column in columns], [max(column) for column in columns]
-            axes.fill_between(steps, lowest, highest, color=COLOUR, alpha=0.2, linewidth=0, label=label)
-            axes.plot(steps, [fmean(column) for column in columns], color=COLOUR, label="mean")
+            if len(runs) > 1:
+                lowest, highest = [min(column) for column in columns], [max(column) for column in columns]
+                label = f"range of {len(runs)} seeds"
+                axes.fill_between(steps, lowest, highest, color=COLOUR, alpha=0.2, linewidth=0, label=label)
+            label = "mean" if len(runs) > 1 else "one seed"
+            axes.plot(steps, [fmean(column) for column in columns], color=COLOUR, label=label)
             for part in compare(runs[0].rewards, runs) if len(runs) > 1 else ():
                 ends = [part.first - 0.5, part.last + 0.5]
                 axes.plot(ends, [part.expected] * 2, color=INK, linewidth=0.8)
@@ -192,5 +197,5 @@ def draw(curves: Mapping[str, Sequence[SeedRun]], file: Path) -> None:
                     alpha=0.08,
                 )
             panel(axes, name, "step", "mean reward")
-        for axes in [*grid]:
+        for axes in grid:  # those that are left
             axes.set_visible(False)
