@@ -82,20 +82,22 @@ class PolicyWorker(TrainedWorker):
         )
 
     @register(PROTO_3D, SEQUENCE_COLUMNS, optional=[RESPONSE_MASK, IMAGES, ROW_NUMBERS])
-    def update_supervised(
-        self, batch: TensorDictBase, algorithm: Algorithm | None = None
-    ) -> dict[str, float]:
+    def warm_up(self, batch: TensorDictBase) -> dict[str, float]:
+        """Take one optimizer step of the warm-up on the mean over tokens; return metrics on the last stage."""
+        return self._supervise(batch, Sft(), PER_TOKEN, once=True)
+
+    @register(PROTO_3D, SEQUENCE_COLUMNS, optional=[RESPONSE_MASK, IMAGES, ROW_NUMBERS])
+    def update_supervised(self, batch: TensorDictBase, algorithm: Algorithm) -> dict[str, float]:
         """Update the policy with the supervised loss of the response tokens; return metrics on the last stage.
 
         `response_mask` [B, R], if present, excludes tokens from the loss.
-
-        Without an algorithm, as in a warm-up, take one optimizer step on the mean over tokens.
         """
-        section = self.run.actor
-        in_warmup = algorithm is None
-        algorithm = algorithm or Sft()
-        supervised_loss = import_object(algorithm.loss)
-        aggregation = PER_TOKEN if in_warmup else Aggregation(section.loss_aggregation, self._divisor)
+        return self._supervise(batch, algorithm, Aggregation(self.section.loss_aggregation, self._divisor))
+
+    def _supervise(
+        self, batch: TensorDictBase, algorithm: Algorithm, aggregation: Aggregation, *, once: bool = False
+    ) -> dict[str, float]:
+        section, supervised_loss = self.run.actor, import_object(algorithm.loss)
 
         def loss(output: Predictions, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor, Any]:
             log_probs, _ = self.log_probs_of(output, columns, temperature=1.0)
@@ -105,7 +107,7 @@ class PolicyWorker(TrainedWorker):
             return total.loss_sum, aggregation.count(mask).int(), (total.stats, int(mask.sum()))
 
         return self.update_rows(
-            batch, [], loss, count=lambda columns: aggregation.count(columns["mask"]), once=in_warmup
+            batch, [], loss, count=lambda columns: aggregation.count(columns["mask"]), once=once
         )
 
     @register(

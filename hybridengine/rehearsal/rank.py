@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridengine.backends.megatron import offload, weights
+from hybridengine.backends.megatron import offload
 from hybridengine.backends.megatron.checkpoint import BackgroundSave
 from hybridengine.backends.megatron.groups import embedding_groups
 from hybridengine.backends.megatron.offload import HostBuffer
+from hybridengine.checkpoints import hf_files
 from hybridengine.config import ModelHolder, RunConfig, model_holders
 from hybridengine.config.run_config import SCORERS
 from hybridengine.config.sections import MAIN_POOL
@@ -86,7 +87,7 @@ class _Rank:
             stack.enter_context(fused_layers())
         stack.enter_context(even_routes())
         stack.enter_context(engine_without_values(self._mode, nodes))
-        stack.enter_context(replaced(weights, "SafetensorsFolder", WeightsWithoutValues))
+        stack.enter_context(replaced(hf_files, "SafetensorsFolder", WeightsWithoutValues))
         stack.enter_context(self._host_memory_counted())
 
     @contextmanager

@@ -119,7 +119,7 @@ FIGURES = (
     Figure("Responses in the queue", (keys.QUEUE_COMPLETE, keys.QUEUE_UNFINISHED), is_of_some=True),
     Figure("Share of the step without a call, by pool", (keys.idle_key("*"),), is_of_some=True),
     Figure("Load of a mixture's experts", ("*/expert_load_max", "*/expert_idle_share"), is_of_some=True),
-    Figure("Loss", ("*/loss", "*_loss")),
+    Figure("Loss", ("warmup/loss", "*_loss")),
     Figure("Gradient norm", ("*/grad_norm",)),
     Figure("Share of clipped ratios", ("*/*clip_fraction",)),
     Figure(

@@ -272,7 +272,7 @@ class _Run:
         actor.start_supervised(settings.lr, settings.steps)
         every = max(1, settings.steps // 10)
         for step in range(1, settings.steps + 1):
-            update = actor.update_supervised(demonstrations.batch(step - 1, settings.batch_size))
+            update = actor.warm_up(demonstrations.batch(step - 1, settings.batch_size))
             loss = update.get()[0]["actor/sft_loss"]
             if step % every == 0 or step == settings.steps:
                 self.say(f"warm-up {step}/{settings.steps}: loss {loss:.3f}")

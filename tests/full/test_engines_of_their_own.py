@@ -73,7 +73,7 @@ def draw(kv: str, parallel: str, folder: Path) -> Drawn:
         engine.begin(queue.admit(PROMPTS * SAMPLES))
         for version in range(NUM_VERSIONS):
             if version:
-                actor.update_supervised(files.demonstrations.batch(version, 8))
+                actor.warm_up(files.demonstrations.batch(version, 8))
                 engines.update_weights(version)
             assert engine.receiving is not None
             reports += engine.receiving.get()

@@ -36,7 +36,7 @@ NUM_TOP = 40
 CLIPS = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.3}
 
 
-def plain_engine(folder: object, shape: Any, generation: Any, settings: Any, identity: str) -> Any:
+def plain_engine(folder: object, shape: Any, generation: Any, settings: Any, **_: object) -> Any:
     """Return a generation side without an engine, from the arguments of `VllmEngine`."""
     return PlainGeneration(vllm_layout(shape, generation), torch.distributed.get_rank(), settings.dtype)
 

@@ -25,6 +25,7 @@ from hybridengine.rows.protocols import ROW_NUMBERS, GroupTopology, RankContext
 from hybridengine.training.dry_run import cost_of
 from hybridengine.training.saving import Progress, RunSaver
 from tests.unit.test_config import ROOT, problems_of
+from workers import prompts as prompts_module
 from workers.prompts import PromptWorker
 
 SFT, DPO = ROOT / "configs/sft.yaml", ROOT / "configs/dpo.yaml"
@@ -135,8 +136,9 @@ def test_the_calls_of_a_step() -> None:
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> RunConfig:
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """The configuration of preferences in a file of 5 rows."""
+    monkeypatch.setattr(prompts_module, "image_reader", lambda run: None)  # which reads the model's folder
     rows = [{"prompt": str(n), "chosen": f"{n} 1", "rejected": f"{n} 2"} for n in range(5)]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -26,6 +26,8 @@ from hybridengine.report.timeline import Span
 
 SHOWN = {
     "Held-out result": ("eval/exact_match", "eval/score_mean"),
+    "Held-out loss and accuracy": ("eval/loss", "eval/accuracy"),
+    "Rewards of preferred and other responses": ("actor/dpo_chosen_reward", "actor/dpo_margin"),
     "Reward and cost": ("reward/mean", "reward/style_mean", "cost/mean"),
     "KL divergence from the reference": ("kl/mean",),
     "Largest log-prob difference between engine and trainer": ("rollout/log_prob_abs_diff_max",),

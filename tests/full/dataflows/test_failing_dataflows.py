@@ -177,7 +177,7 @@ def test_what_needs_the_weights_is_refused_while_the_engine_has_them(
     rollout = prompts.union(actor.generate_sequences(prompts))
     for call in (
         lambda: actor.compute_log_probs(rollout),
-        lambda: actor.update_supervised(rollout),
+        lambda: actor.warm_up(rollout),
         lambda: actor.export_model(str(tmp_path / "saved"), str(started.config.model_folder)),
     ):
         with pytest.raises(

@@ -40,7 +40,7 @@ def learn_colours(rank: int, run: RunConfig) -> dict[str, Any]:
 
     actor.call("start_supervised", 3e-3, WARM_UP)
     for step in range(WARM_UP):
-        seen["warm_up"] = actor.call("update_supervised", shown.batch(step, 16))
+        seen["warm_up"] = actor.call("warm_up", shown.batch(step, 16))
     actor.call("start_training")
     for step in range(STEPS):
         numbers = [(step * PROMPTS + number) % len(prompts) for number in range(PROMPTS)]
