@@ -92,7 +92,7 @@ class PolicyWorker(TrainedWorker):
 
         `response_mask` [B, R], if present, excludes tokens from the loss.
         """
-        return self._supervise(batch, algorithm, Aggregation(self.section.loss_aggregation, self._divisor))
+        return self._supervise(batch, algorithm, Aggregation(self.run.actor.loss_aggregation, self._divisor))
 
     def _supervise(
         self, batch: TensorDictBase, algorithm: Algorithm, aggregation: Aggregation, *, once: bool = False

@@ -196,7 +196,8 @@ def _prompt_texts(
 ) -> list[str]:
     """Return each row's prompt in the tokenizer's chat template, a foreign program that jinja's sandbox isolates."""
     texts, problems = list[str](), list[str]()
-    for row, prompt in zip(rows, messages, strict=True):
+    for row, asked in zip(rows, messages, strict=True):
+        prompt: Any = asked
         try:
             text: Any = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
             text.encode()

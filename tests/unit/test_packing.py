@@ -13,7 +13,7 @@ from hybridengine.backends.megatron.packing import Packing
 
 
 def packs_of(
-    batches: list[dict[str, torch.Tensor]], cp_size: int, same_size: bool = False, **more: int
+    batches: list[dict[str, torch.Tensor]], cp_size: int, same_size: bool = False, **more: Any
 ) -> Any:
     """Return the packs of each context-parallel rank."""
     found = []
