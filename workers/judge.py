@@ -20,7 +20,7 @@ from hybridengine.checkpoints.hf_files import read_parameters
 from hybridengine.config import Role, RunConfig
 from hybridengine.config.reward_sections import scorer_key
 from hybridengine.data.judging import JudgePrompts, Verdicts
-from hybridengine.data.rewards import DROPPED, reward_texts, score_column
+from hybridengine.data.rewards import DROPPED, reward_texts, score_column, scored_rows
 from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.errors import DataError, shown
 from hybridengine.models.shapes import ModelShape
@@ -149,10 +149,7 @@ class JudgeWorker:
             self._score(row, answer, verdicts.get(place))
             for place, (row, answer) in enumerate(zip(rows, texts["answers"], strict=True))
         ]
-        columns = {self._column: torch.tensor(scores, dtype=torch.float32)}
-        if self._column == "scores":
-            columns["dropped"] = columns["scores"].isnan()
-        return TensorDict(columns, batch_size=[len(rows)])  # pyright: ignore[reportArgumentType]
+        return scored_rows(self._column, torch.tensor(scores, dtype=torch.float32))
 
     @register(ONE_TO_ALL)
     def take_metrics(self) -> dict[str, float]:

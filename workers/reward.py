@@ -10,7 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from hybridengine.config import RunConfig
 from hybridengine.config.reward_sections import scorer_key
-from hybridengine.data.rewards import RewardFunctions, reward_texts, score_column
+from hybridengine.data.rewards import RewardFunctions, reward_texts, score_column, scored_rows
 from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.errors import DataError
 from hybridengine.rows.micro_batches import SEQUENCE_COLUMNS, cut_rows
@@ -88,7 +88,4 @@ class RewardModelWorker(ModelWorker):
                 f" {float(scores[wrong[0]])}, and that of {len(wrong)} of {len(scores)} rows is not finite; look for"
                 " damaged weights, or use another dtype"
             )
-        columns = {self._column: scores}
-        if self._column == "scores":
-            columns["dropped"] = torch.zeros(len(rollout), dtype=torch.bool)
-        return TensorDict(columns, batch_size=[len(rollout)])  # pyright: ignore[reportArgumentType]
+        return scored_rows(self._column, scores)

@@ -1,4 +1,4 @@
-"""What a generative judge is asked about a response, and how its verdict becomes a score."""
+"""Prompts of a generative judge about responses, and the scores in its verdicts."""
 
 from __future__ import annotations
 

@@ -202,6 +202,14 @@ def score_column(section: str, term: str) -> str:
     return f"{section}/{term}" if term else "scores"
 
 
+def scored_rows(column: str, scores_B: torch.Tensor) -> TensorDict:
+    """Return scores, NaN for dropped rows, under the name of `score_column`; those of an only scorer with `dropped`."""
+    columns = {column: scores_B}
+    if column == "scores":
+        columns["dropped"] = scores_B.isnan()
+    return TensorDict(columns, batch_size=[len(scores_B)])  # pyright: ignore[reportArgumentType]
+
+
 def combine_scores(rows: TensorDictBase, across: object, weights: Mapping[str, float]) -> TensorDict:
     """Return `scores` [B] float32, the weighted sum of the terms' columns, and `dropped` [B], True if one of them is NaN.
 

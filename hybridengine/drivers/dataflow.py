@@ -96,7 +96,7 @@ def switch_metrics(
 
 
 @dataclass
-class Drawn:
+class DrawnBatch:
     """Responses to prompts, and the switches between which they were drawn."""
 
     rollout: Any
@@ -114,7 +114,7 @@ class Drawn:
         return switch_metrics(*([report for one in futures for report in one.get()] for futures in both))
 
 
-def draw_round(roles: Roles, sampling: Sampling, num_more: int = 0, round_number: int = 0) -> Drawn:
+def draw_round(roles: Roles, sampling: Sampling, num_more: int = 0, round_number: int = 0) -> DrawnBatch:
     """Return responses to the next prompts, each with `sampling.samples_per_prompt` of them.
 
     Args:
@@ -126,7 +126,7 @@ def draw_round(roles: Roles, sampling: Sampling, num_more: int = 0, round_number
     seed = sampling.first_seed + round_number * sampling.num_prompts * samples
     to_generate = actor.switch_to_generate()
     rollout = prompts.union(actor.generate_sequences(prompts, seed))
-    return Drawn(rollout, [to_generate], [actor.switch_to_train()])
+    return DrawnBatch(rollout, [to_generate], [actor.switch_to_train()])
 
 
 def metrics_of(updates: Sequence[Any]) -> dict[str, float]:
@@ -162,7 +162,7 @@ class CriticFree(Algorithm):
         """Adapt the weight of the KL penalty, if there is one; return metrics of it."""
         return {}
 
-    def draw(self, roles: Roles, sampling: Sampling, state: State) -> Drawn:
+    def draw(self, roles: Roles, sampling: Sampling, state: State) -> DrawnBatch:
         """Return the responses of an iteration."""
         return draw_round(roles, sampling)
 

@@ -5,14 +5,14 @@ Source: DAPO, arXiv 2503.14476, section 3.2.
 
 from __future__ import annotations
 
-from hybridengine.drivers.dataflow import Drawn, draw_round
+from hybridengine.drivers.dataflow import DrawnBatch, draw_round
 from hybridengine.drivers.roles import Roles, Sampling, State
 
 MORE_PROMPTS = "more_prompts"
 """Key of the number of prompts drawn beyond one batch for each iteration, in the state of a dataflow."""
 
 
-def draw_informative(roles: Roles, sampling: Sampling, state: State, max_rounds: int) -> Drawn:
+def draw_informative(roles: Roles, sampling: Sampling, state: State, max_rounds: int) -> DrawnBatch:
     """Return responses with their scores to `sampling.num_prompts` prompts, of different scores as far as there are any.
 
     Each of at most `max_rounds` rounds draws as many prompts as are wanted; those without a place in the batch are used
@@ -22,7 +22,7 @@ def draw_informative(roles: Roles, sampling: Sampling, state: State, max_rounds:
 
     wanted, samples = sampling.num_prompts, sampling.samples_per_prompt
     before = int(state.get(MORE_PROMPTS, 0))
-    rounds, scored, equal, means = list[Drawn](), [], list[bool](), list[float]()
+    rounds, scored, equal, means = list[DrawnBatch](), [], list[bool](), list[float]()
     while len(rounds) < max_rounds and equal.count(False) < wanted:
         one = draw_round(roles, sampling, before + len(rounds) * wanted, len(rounds))
         scores = roles.reward.compute_scores(one.rollout)
@@ -36,7 +36,7 @@ def draw_informative(roles: Roles, sampling: Sampling, state: State, max_rounds:
     rows = [prompt * samples + sample for prompt in chosen for sample in range(samples)]
     first, *others = (one.rollout for one in rounds)
     first_scores, *other_scores = scored
-    return Drawn(
+    return DrawnBatch(
         first.concat(*others)[rows],
         [report for one in rounds for report in one.to_generate],
         [report for one in rounds for report in one.to_train],

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 
 from hybridengine.config.algorithm import Conflict
 from hybridengine.config.values import Count, ImportPath
-from hybridengine.drivers.dataflow import CriticFree, Drawn
+from hybridengine.drivers.dataflow import CriticFree, DrawnBatch
 from hybridengine.drivers.dynamic_sampling import draw_informative
 from hybridengine.drivers.roles import Roles, Sampling, State
 
@@ -47,7 +47,7 @@ class Grpo(CriticFree):
         """Return the algorithm with one round."""
         return self.model_copy(update={"max_rounds": 1})
 
-    def draw(self, roles: Roles, sampling: Sampling, state: State) -> Drawn:
+    def draw(self, roles: Roles, sampling: Sampling, state: State) -> DrawnBatch:
         """Return the responses of an iteration, with dynamic sampling if it has more than one round."""
         if self.max_rounds == 1:
             return super().draw(roles, sampling, state)

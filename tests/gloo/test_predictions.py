@@ -216,7 +216,7 @@ def teacher_of(case: Case, count: int) -> tuple[Tensor, Tensor]:
 
 
 def test_the_divergence_over_the_whole_vocabulary(run_ranks: RankLauncher):
-    """Beside float64 autograd of sum(pi·(log pi - log pi_teacher)), whose tokens nobody lists."""
+    """They equal float64 autograd of sum(pi·(log pi - log pi_teacher)), whose tokens nobody lists."""
     case = make_case(torch.float32, 1.0)
     hidden, weight = (one.double().requires_grad_() for one in (case.hidden, case.weight[:VOCAB]))
     every = (hidden @ weight.T / SHARPENED).log_softmax(-1)

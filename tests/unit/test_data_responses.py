@@ -40,7 +40,7 @@ TEMPLATED = (
     "<|im_start|>assistant",
     "done<|im_end|>",
 )
-"""What the template makes of the conversation: the prompt, then turns of the assistant and texts between them."""
+"""Texts that the template makes of the conversation: the prompt, then turns of the assistant and texts between them."""
 
 
 @pytest.fixture(scope="module")

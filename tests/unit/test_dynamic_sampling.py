@@ -122,7 +122,7 @@ score = st.sampled_from([0.0, 1.0, float("nan")])
 def test_the_batches_of_a_run_and_of_a_resumed_one(
     scores: list[list[float]], max_rounds: int, stop: int
 ) -> None:
-    """Beside a loop over the stream of prompts; after `stop` steps the run ends, and goes on from its state as text."""
+    """They equal a loop over the stream of prompts; after `stop` steps the run is resumed from its state as text."""
     by_row, stream = dict(enumerate(scores)), rows_after(NUM_ROWS, 100, SEED, 0)
     roles, state, place = Groups(by_row), dict[str, float](), 0
     for step in range(1, 5):

@@ -158,7 +158,7 @@ def numbered(numbers: range) -> TensorDict:
 
 
 def test_pairs_stay_together_on_every_rank_and_a_resumed_run_reads_the_same(written: RunConfig) -> None:
-    """Two ranks have the first and the second half of a step; the stream goes on in the middle of an epoch."""
+    """Two ranks have the first and the second half of a step; the stream continues in the middle of an epoch."""
     worker, tokenizer = reader(written), build_arithmetic_tokenizer()
     data = ResponseDataset(written.train_file, tokenizer, "preferences", 24)
     for step in (1, 2, 3):

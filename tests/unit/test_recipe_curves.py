@@ -32,7 +32,7 @@ SEEDS = ([0.20, 0.40, 0.60, 0.80], [0.22, 0.44, 0.56, 0.78], [0.24, 0.36, 0.58, 
 """Means of each quarter of three runs, chosen so that the pooled variance is easily written down."""
 VARIANCE = (0.0008 + 0.0032 + 0.0008 + 0.0008) / 8
 QUANTILE = 4.33355
-"""Of Student's t with 8 degrees of freedom at 1 - 0.01 / 8: by integrating its density with the trapezoid rule."""
+"""Quantile of Student's t with 8 degrees of freedom at 1 - 0.01 / 8, found by integrating its density numerically."""
 
 
 def run_of(quarters: list[float], seed: int = 0) -> SeedRun:

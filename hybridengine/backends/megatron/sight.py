@@ -22,7 +22,7 @@ from hybridengine.families.sizes import VisionSizes
 
 @dataclass(frozen=True)
 class Sight:
-    """What a model sees in a pack besides its tokens."""
+    """Positions of a pack's tokens, and its images."""
 
     axes_3S: Tensor
     """Frame, row and column of all tokens of the pack."""
