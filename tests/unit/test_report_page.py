@@ -76,7 +76,7 @@ def test_names_and_texts_are_shown_and_never_run(
     name = f"x{HOSTILE}"
     folder = tmp_path / HOSTILE.replace("/", "|")
     extra = {
-        f"{name}/loss": 0.5,
+        f"{name}_loss": 0.5,
         f"time/{name}_s": 50.0,
         f"transfer/{name}->{name}_bytes": 2**30,
         f"memory/{name}": 5.0,
@@ -96,7 +96,7 @@ def test_names_and_texts_are_shown_and_never_run(
     with opened(browser, _report(folder)) as seen:
         assert seen.unseen_images() == []
         images = seen.page.locator("figure", has_text="Loss").locator("img")
-        assert f"{name}/loss: first 0.5" in str(images.get_attribute("alt"))
+        assert f"{name}_loss: first 0.5" in str(images.get_attribute("alt"))
         assert seen.page.locator("#samples td .words").nth(3).text_content() == HOSTILE
         assert seen.page.locator("#configuration pre").text_content() == HOSTILE
         assert seen.page.locator("h1").text_content() == folder.name
