@@ -19,6 +19,7 @@ from hybridengine.backends.vllm.engine import VllmEngine
 from hybridengine.checkpoints.hf_files import read_parameters
 from hybridengine.config import Role, RunConfig
 from hybridengine.config.reward_sections import scorer_key
+from hybridengine.config.run_config import judge_is_alone
 from hybridengine.data.judging import JudgePrompts, Verdicts
 from hybridengine.data.rewards import DROPPED, reward_texts, score_column, scored_rows
 from hybridengine.data.tokenizer import load_tokenizer
@@ -46,7 +47,7 @@ class JudgeEngine:
         scorers = getattr(run, section)
         judge = scorers.judges[term]
         shape = ModelShape.from_folder(folder)
-        self._is_alone = run.pools[run.pool_of(section)].roles == (section,) and len(scorers.judges) == 1
+        self._is_alone = judge_is_alone(run, section)
         width = judge.max_prompt_tokens + judge.max_tokens
         self.engine = VllmEngine(
             folder,

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from hybridengine.config.algorithm import Conflict
 from hybridengine.config.judge_section import JudgeSection
-from hybridengine.config.reward_sections import scorer_key
+from hybridengine.config.model_checks import checkpoint_conflicts, shape_at
+from hybridengine.config.reward_sections import ScorerSection, scorer_key
 from hybridengine.config.rollout_checks import structure_conflicts
 from hybridengine.config.run_config import RunConfig, ranks_key, reward_sections
-from hybridengine.errors import CheckpointError, ConfigError
-from hybridengine.models.checkpoint_files import checkpoint_problems
-from hybridengine.models.shapes import ModelShape
 from hybridengine.topology.fitting import gen_problems
 
 LOWEST_TEMPERATURE = 0.01
@@ -24,12 +21,13 @@ def judge_conflicts(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
     """Yield the violated rules of all judges."""
     for name, section in reward_sections(config).items():
         for term, judge in section.judges.items():
-            key, path = scorer_key(name, term), section.scorers[term].path
+            key, scorer = scorer_key(name, term), section.scorers[term]
             yield from _texts(f"{key}.judge", judge)
             yield from _draws(f"{key}.judge", judge)
             yield from _ranks(config, config.pool_of(name), f"{key}.judge", judge)
-            if path is not None:
-                yield from _model(config, key, judge, path, dry_run)
+            if scorer.path is not None:
+                problems = list(checkpoint_conflicts(key, scorer.path, scorer.hf_config, dry_run))
+                yield from problems or _model(config, key, judge, scorer)
 
 
 def _texts(key: str, judge: JudgeSection) -> Iterator[Conflict]:
@@ -116,21 +114,9 @@ def _ranks(config: RunConfig, name: str, key: str, judge: JudgeSection) -> Itera
         )
 
 
-def _model(config: RunConfig, key: str, judge: JudgeSection, path: str, dry_run: bool) -> Iterator[Conflict]:
-    """Yield problems of a judge's checkpoint, and between its shape and the engine."""
-    where = f"{key}.path={path}"
-    if not Path(path).is_dir():
-        if not dry_run:
-            yield Conflict(f"{where} is not a folder; name one with the judge's checkpoint", (f"{key}.path",))
-        return
-    if problems := checkpoint_problems(path):
-        yield from (Conflict(f"{key}.path: {problem}", (f"{key}.path",)) for problem in problems)
-        return
-    try:
-        shape = ModelShape.from_folder(path)
-    except (ConfigError, CheckpointError) as error:
-        yield Conflict(f"{key}.path: {error}", (f"{key}.path",))
-        return
+def _model(config: RunConfig, key: str, judge: JudgeSection, scorer: ScorerSection) -> Iterator[Conflict]:
+    """Yield conflicts of a judge's model with the engine."""
+    where, shape = f"{key}.path={scorer.path}", shape_at(scorer.path, scorer.hf_config)
     if shape.num_labels:
         yield Conflict(
             f"{where} has a score head, and a judge answers in words; use a ...ForCausalLM, or {key}.kind=model",

@@ -167,7 +167,7 @@ def _model_shape(config: RunConfig) -> ModelShape:
         return config.model.build.shape()
     if config.model.path is None and config.model.hf_config is None:
         raise ConfigError("model is given by none of path, gguf and build; add one")
-    return _shape_at(config.model.path, config.model.hf_config)
+    return shape_at(config.model.path, config.model.hf_config)
 
 
 def holder_shape(config: RunConfig, holder: ModelHolder) -> ModelShape:
@@ -179,10 +179,10 @@ def holder_shape(config: RunConfig, holder: ModelHolder) -> ModelShape:
 
 
 def _shape_without_head(config: RunConfig, holder: ModelHolder) -> ModelShape:
-    return _model_shape(config) if holder.path is None else _shape_at(holder.path, holder.hf_config)
+    return _model_shape(config) if holder.path is None else shape_at(holder.path, holder.hf_config)
 
 
-def _shape_at(path: str | None, hf_config: str | None) -> ModelShape:
+def shape_at(path: str | None, hf_config: str | None) -> ModelShape:
     """Return the shape of the checkpoint at `path`, or of `hf_config` if the checkpoint is elsewhere."""
     if hf_config is not None and not (path and (Path(path) / "config.json").exists()):
         return resolve_model(hf_config)
@@ -193,7 +193,7 @@ def _shape_at(path: str | None, hf_config: str | None) -> ModelShape:
 def _checkpoints(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
     """Yield the problems of all checkpoints and model descriptions in the configuration."""
     model = config.model
-    yield from _checkpoint("model", model.path, model.hf_config, dry_run)
+    yield from checkpoint_conflicts("model", model.path, model.hf_config, dry_run)
     try:
         if model.build is not None:
             model.build.shape()
@@ -219,10 +219,10 @@ def _checkpoints(config: RunConfig, dry_run: bool) -> Iterator[Conflict]:
                 " hf_config out",
                 (f"{key}.hf_config", f"{key}.path"),
             )
-        yield from _checkpoint(key, path, hf_config, dry_run, scores=scores)
+        yield from checkpoint_conflicts(key, path, hf_config, dry_run, scores=scores)
 
 
-def _checkpoint(
+def checkpoint_conflicts(
     section: str, path: str | None, hf_config: str | None, dry_run: bool, *, scores: bool = False
 ) -> Iterator[Conflict]:
     """Yield the problems of a description and of a checkpoint, of a reward model if it `scores`."""

@@ -358,6 +358,15 @@ def reward_sections(config: RunConfig) -> dict[Role, RewardSection]:
     return {role: getattr(config, role) for role in SCORERS if role in config.algorithm.roles}
 
 
+def judge_is_alone(config: RunConfig, role: Role) -> bool:
+    """Return True if a judge of the role's section is the only model on its ranks."""
+    section = getattr(config, role)
+    return (
+        config.pools[config.pool_of(role)].roles == (role,)
+        and len(section.judges) == len(section.scorers) == 1
+    )
+
+
 def model_holders(config: RunConfig) -> list[ModelHolder]:
     """Return all model holders of a run, roles first."""
     holders = [_holder(config, role, role, getattr(config, role)) for role in config.model_roles]

@@ -5,6 +5,7 @@
     training step   one model computes with activations of a micro-batch, the others wait
     switch          one copy of the actor's weights and the buckets in flight, beside the models that wait
     generation      the engine's weights, KV cache and activations
+    judging         the same of a generative judge, beside the models that wait
     save            device as between two steps; copies of the state in host memory
 
 Weights, gradients, optimizer state, cache and activations are counted; what CUDA, NCCL and graphs take is an estimate.
@@ -21,7 +22,7 @@ from hybridengine.config import ModelHolder, RunConfig, holder_shape, model_hold
 from hybridengine.config.run_config import TRAINED
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.formatting import format_bytes
-from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
+from hybridengine.models.shapes import DTYPE_BYTES
 from hybridengine.planning.costs.activations import activation_bytes
 from hybridengine.planning.costs.lengths import MicroBatches
 from hybridengine.planning.costs.memory import (
@@ -30,6 +31,12 @@ from hybridengine.planning.costs.memory import (
     engine_weight_bytes,
     generation_bytes,
     model_memory,
+)
+from hybridengine.planning.engine_memory import (
+    JudgeMemory,
+    engine_activations,
+    judge_changes,
+    judges_memory,
 )
 from hybridengine.planning.switch.switch_cost import SwitchCost
 from hybridengine.topology.sizes import GenSizes
@@ -44,10 +51,6 @@ GPU_BYTES = 4 * 2**30
 """Estimate of what a rank holds beside tensors: CUDA's context and kernels 1 GiB, buffers of 8 NCCL groups 3 GiB."""
 GRAPH_BYTES = 2**30
 """Estimate of the memory of an engine's CUDA graphs."""
-BATCHED_TOKENS = 8192
-"""Largest number of prompt tokens in an engine's forward pass, as in backends/vllm/construction.py."""
-LOGIT_COPIES = 3
-"""Float32 tensors of the size of the logits in vLLM's sampler: logits, log-probs, and probabilities or noise."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +131,13 @@ def budget_of(
     graphs = on_gpus and config.captures_graphs
     generates = config.algorithm.generates
     has_engine = generates and (pool == MAIN_POOL or "generation" in config.pools[pool].roles)
-    fixed = (GPU_BYTES if on_gpus else 0) + (GRAPH_BYTES if graphs and has_engine else 0)
+    judges = judges_memory(config, pool)
+    captures = graphs and (has_engine or any(judge.is_alone for judge in judges))
+    fixed = (GPU_BYTES if on_gpus else 0) + (GRAPH_BYTES if captures else 0)
     fixed += loaded_adapters_bytes(config, pool) if has_engine else 0
     fixed += _vision_bytes(config, pool)
     models = pool_models(config, pool, rank)
-    offloaded = _offloaded_bytes(models)
+    offloaded = _offloaded_bytes(models) + sum(judge.weights for judge in judges if judge.is_offloaded)
     return Budget(
         pool,
         rank,
@@ -185,7 +190,9 @@ def _pool_phases(config: RunConfig, pool: str, cost: SwitchCost, rank: int | Non
         return _engine_phases(config)
     switches = pool == MAIN_POOL and config.algorithm.generates
     weights = switched_weights(config, cost, rank) if switches else None
-    return _phases(config, pool_models(config, pool, rank), weights)
+    phases = _phases(config, pool_models(config, pool, rank), weights)
+    judges = judges_memory(config, pool)
+    return _with_judges(phases, judges) if judges else phases
 
 
 class HeldModel(NamedTuple):
@@ -254,6 +261,15 @@ def _phases(config: RunConfig, models: list[HeldModel], weights: SwitchedWeights
     }
 
 
+def _with_judges(phases: dict[str, int], judges: list[JudgeMemory]) -> dict[str, int]:
+    """Return the bytes by phase of ranks that have judges too, which may be built before other models."""
+    held = sum(judge.idle for judge in judges)
+    drawing = held + max(judge.awake - judge.idle for judge in judges)
+    idle = phases["save"]
+    changed = {phase: num_bytes + held for phase, num_bytes in phases.items() if phase != "start"}
+    return phases | changed | {"load": max(changed["load"], idle + drawing), "judging": idle + drawing}
+
+
 def _load(models: list[HeldModel], states: list[StateBytes]) -> int:
     """Return the peak while models are built: each has its trained weights twice until Megatron's buffers replace its
     own."""
@@ -306,23 +322,6 @@ def _activations(config: RunConfig, model: HeldModel, *, trains: bool) -> int:
     )
 
 
-def engine_activations(config: RunConfig, shape: ModelShape, sizes: GenSizes) -> int:
-    """Return the bytes of an engine's largest forward pass: one layer's tensors, and logits of all sequences.
-
-    vLLM's experts (`TritonExperts.workspace_shapes`) have two buffers, with a row for each expert of each token, whose
-    experts may be on other ranks: the rows' gate and up and what becomes of them, then the output.
-    """
-    tokens, element = max(config.max_tokens, BATCHED_TOKENS), DTYPE_BYTES[config.model.dtype]
-    mlp = 3 * shape.ffn_hidden_size / sizes.tp_size
-    if experts := shape.experts:
-        hidden, ffn = shape.hidden_size, experts.ffn_hidden_size / sizes.expert_shards
-        rows = experts.num_active * (max(ffn, hidden) + max(2 * ffn, hidden))
-        mlp = max(mlp, rows) if experts.num_dense_layers else rows
-    layer = 4 * shape.hidden_size + mlp + 2 * (shape.q_size + shape.kv_size) / sizes.tp_size
-    logits = LOGIT_COPIES * 4 * config.rollout.max_num_seqs * shape.vocab_size
-    return int(tokens * element * layer + logits)
-
-
 def _offloaded_bytes(models: list[HeldModel]) -> int:
     """Return the bytes of offloaded state: its own, but for the alignment of its tensors (`HostBuffer`)."""
     return sum(
@@ -369,6 +368,7 @@ def _changes(config: RunConfig, pool: str, on_gpus: bool) -> Iterator[tuple[str,
     for name in ("kv_cache_bytes", "max_num_seqs") if config.algorithm.generates else ():
         value = getattr(rollout, name)
         yield f"lower rollout.{name}={value}", changed("rollout", **{name: value // 2})
+    yield from judge_changes(config, pool)
     for holder in model_holders(config):
         name, section = holder.key, holder.section
         if config.pool_of(holder.role) != pool or "." in name:

@@ -6,12 +6,13 @@ from typing import Any
 
 from hybridengine.config import RunConfig, model_holders, model_shape
 from hybridengine.config.sections import MAIN_POOL
-from hybridengine.planning.budget import budget_of, engine_activations
+from hybridengine.planning.budget import budget_of
 from hybridengine.planning.costs.activations import activation_bytes
 from hybridengine.planning.costs.dataflows import Work
 from hybridengine.planning.costs.lengths import Lengths
 from hybridengine.planning.costs.memory import model_memory
 from hybridengine.planning.costs.workload import workload_of
+from hybridengine.planning.engine_memory import engine_activations
 from hybridengine.training.dry_run import cost_of
 
 

@@ -18,6 +18,7 @@ from hybridengine.planning.costs.memory import (
     generation_bytes,
     model_memory,
 )
+from hybridengine.planning.engine_memory import judges_memory
 from hybridengine.planning.simulation.bound_prices import price_lines
 from hybridengine.planning.switch.switch_cost import SwitchCost, SwitchPricer
 from hybridengine.topology.experts import named_expert_groups
@@ -216,8 +217,11 @@ def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[s
     lines = ["", f"memory per rank{of_pool} (on the fullest, with activations; {extra})"]
     cache = format_bytes(config.rollout.kv_cache_bytes)
     models = pool_models(config, pool)
-    width = max(len("training step"), *(len(holder.name) for holder in model_holders(config)))
-    if not models:
+    judges = judges_memory(config, pool)
+    names = [*(holder.name for holder in model_holders(config)), *(judge.key for judge in judges)]
+    width = max(map(len, ["training step", *names]))
+    has_engine_alone = "generation" in config.pools[pool].roles
+    if has_engine_alone:
         weights = format_bytes(engine_weight_bytes(config))
         lines.append(f"  {'generation':<{width}} weights {weights}, KV cache {cache}")
     for holder, _, memory in models:
@@ -226,12 +230,20 @@ def _pool_memory_lines(config: RunConfig, pool: str, cost: SwitchCost) -> list[s
             text += f", gradients {format_bytes(memory.gradients_bytes)}"
             text += f", optimizer {format_bytes(memory.optimizer_bytes)}"
         lines.append(text)
+    for judge in judges:
+        weights = (
+            f"{format_bytes(judge.weights)}{', in host memory between calls' if judge.is_offloaded else ''}"
+        )
+        lines.append(f"  {judge.key:<{width}} weights {weights}, KV cache {format_bytes(judge.cache)}")
     remarks = {
-        "start": f"engine beside the actor's weights, KV cache {cache}" if models else f"KV cache {cache}",
+        "start": f"KV cache {cache}"
+        if has_engine_alone
+        else f"engine beside the actor's weights, KV cache {cache}",
         "load": "all models, while the last is built",
         "training step": "with activations of the largest micro-batch",
-        "switch": "at its peak" if models else "while new weights come",
+        "switch": "while new weights come" if has_engine_alone else "at its peak",
         "generation": f"KV cache {cache} included",
+        "judging": "the judge with most, while it draws verdicts",
         "save": "between two steps",
     }
     budget = budget_of(config, pool, cost, on_gpus=device == "cuda")

@@ -16,8 +16,8 @@ from hybridengine.planning.budget import (
     GRAPH_BYTES,
     Budget,
     budget_of,
-    engine_activations,
 )
+from hybridengine.planning.engine_memory import engine_activations
 from hybridengine.planning.switch.switch_cost import SwitchPricer
 from hybridengine.rehearsal.planned import planned_peaks
 from hybridengine.reshard.megatron import megatron_layout

@@ -15,8 +15,9 @@ from hybridengine.drivers.async_grpo import AsyncGrpo
 from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.remax import Remax
 from hybridengine.errors import ConfigError
-from hybridengine.planning.budget import budget_of, engine_activations
+from hybridengine.planning.budget import budget_of
 from hybridengine.planning.costs.memory import engine_weight_bytes
+from hybridengine.planning.engine_memory import engine_activations
 from hybridengine.planning.simulation.bound_prices import bound_warning, relative_setting
 from hybridengine.training.dry_run import cost_of, print_dry_run
 from tests.unit.test_config import problems_of

@@ -198,7 +198,7 @@ def test_a_judge_in_a_configuration(judged: Path) -> None:
             "judge.kv_cache_bytes=1KiB",
             "reward.judge.kv_cache_bytes=1024 must hold one sequence of max_prompt_tokens=48",
         ),
-        ("path=/no/judge", "reward.path=/no/judge is not a folder; name one with the judge's checkpoint"),
+        ("path=/no/judge", "reward.path=/no/judge is not a folder; name one that exists"),
         ("path=null", "reward.kind=judge needs a checkpoint; give reward.path, or reward.kind=function"),
         (
             "judge=null",
