@@ -32,6 +32,7 @@ from hybridengine.algorithms.overlong import cut_responses, length_penalties
 from hybridengine.algorithms.staleness import staleness_metrics
 from hybridengine.config.algorithm import Algorithm, OverlongSection
 from hybridengine.config.loss_sections import CLIP_COV_LOSS
+from hybridengine.drivers.dataflow import NO_SCORES
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.reinforce_plus_plus import ReinforcePlusPlus
@@ -289,9 +290,7 @@ def rollout_metrics(
     sums = torch.stack([torch.tensor(float(len(rows))), *parts]).double()
     num_rows, num_tokens, scores, num_scored, kl_sum, prompts, responses, num_cut = across.sum(sums).tolist()
     if not num_scored:
-        raise DataError(
-            f"none of the {int(num_rows)} responses of this step has a score; look at the reward function's failures"
-        )
+        raise DataError(f"none of the {int(num_rows)} responses of this step has a score; {NO_SCORES}")
     metrics = {
         keys.REWARD_MEAN: scores / num_scored,
         "rollout/dropped_rows": num_rows - num_scored,

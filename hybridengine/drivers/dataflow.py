@@ -30,6 +30,8 @@ ROLLOUT_METRICS = "hybridengine.drivers.advantages:rollout_metrics"
 COVARIANT_TOKENS = "hybridengine.drivers.advantages:covariant_tokens"
 COVARIANCE_COLUMNS = ("response_lengths", "log_probs", "advantages", "keep", "trained", RESPONSE_MASK)
 """Columns that `covariant_tokens` reads, the last two if there are any."""
+NO_SCORES = "look in the log for failures of the reward, or of rollout.episode.function"
+"""Remedy for a batch of which no response has a score."""
 LOSS_PARAMETERS = ("log_probs", "columns", "algorithm", "actor", "aggregation")
 """Parameters of a loss function."""
 

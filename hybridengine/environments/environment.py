@@ -66,7 +66,7 @@ def load_environment(name: str, options: Mapping[str, Any], settings: Mapping[st
 
 
 def settings_of(kind: type[T], given: Mapping[str, Any]) -> T:
-    """Return a kind's dataclass of settings; raise DataError for an unknown key or a value of another type."""
+    """Return a kind's dataclass of settings; raise DataError for an unknown key, another type or a negative number."""
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key, value in given.items():
         if key not in fields:
@@ -76,6 +76,8 @@ def settings_of(kind: type[T], given: Mapping[str, Any]) -> T:
         fits = isinstance(value, int | float if wanted is float else wanted)
         if not fits or (isinstance(value, bool) and wanted is not bool):
             raise DataError(f"settings.{key}={shown(value)} must be of type {wanted.__name__}; correct it")
+        if wanted in (int, float) and value < 0:
+            raise DataError(f"settings.{key}={shown(value)} must be at least 0; correct it")
     return kind(**given)
 
 

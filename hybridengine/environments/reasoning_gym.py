@@ -29,6 +29,10 @@ class Settings:
     max_tokens: int = 0
     """Longest answer; no limit but the response's with 0."""
 
+    def __post_init__(self) -> None:
+        if self.tries < 1:
+            raise DataError("settings.tries=0 must be at least 1: the model would never answer; correct it")
+
 
 class ReasoningGym:
     """A dataset. An answer is the text in <answer>...</answer> where the model writes that, else the whole turn.

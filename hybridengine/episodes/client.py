@@ -86,11 +86,7 @@ class Result:
 
 
 class Client:
-    """One episode's sequence of tokens. It belongs to the episode's function; one turn is drawn at a time.
-
-    Attributes:
-        turns: turns so far.
-    """
+    """One episode's sequence of tokens. It belongs to the episode's function; one turn is drawn at a time."""
 
     def __init__(
         self,
@@ -101,7 +97,9 @@ class Client:
         ask: Callable[[Wanted], Awaitable[Drawn]],
         recorded: Sequence[Drawn] = (),
     ) -> None:
-        self.turns: list[Turn] = []
+        self._turns: list[Turn] = []
+        self._drawn: list[tuple[int, ...]] = []
+        """Tokens of each turn, also where a function has changed `Turn.token_ids`."""
         self._number, self._row, self._limits = number, row, limits
         self._chat, self._ask = chat, ask
         self._recorded = [*recorded]
@@ -117,6 +115,11 @@ class Client:
     def tokens(self) -> tuple[int, ...]:
         """All tokens so far: the row's prompt, and everything after it."""
         return (*self._row.prompt_tokens, *self._tokens)
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """Turns so far."""
+        return tuple(self._turns)
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -186,9 +189,9 @@ class Client:
             raise EpisodeError(f"stop={shown(stop)} must be texts that are not empty; leave it out for none")
         if max_tokens is not None and max_tokens < 1:
             raise EpisodeError(f"max_tokens={max_tokens} must be at least 1")
-        if len(self.turns) >= self._limits.max_turns:
+        if len(self._turns) >= self._limits.max_turns:
             raise TurnLimitError(
-                f"turn {len(self.turns)} exceeds rollout.episode.max_turns={self._limits.max_turns}; end earlier, or"
+                f"turn {len(self._turns)} exceeds rollout.episode.max_turns={self._limits.max_turns}; end earlier, or"
                 " raise the limit"
             )
         if self.num_tokens_left < 1:
@@ -197,7 +200,7 @@ class Client:
             )
         most = min(max_tokens or self.num_tokens_left, self.num_tokens_left)
         ends = self._checked_tokens(stop_token_ids)
-        wanted = Wanted(self._number, len(self.turns), self._added, most, ends, stops)
+        wanted = Wanted(self._number, len(self._turns), self._added, most, ends, stops)
         self._is_drawing = True
         try:
             drawn = self._replayed(wanted) or await self._ask(wanted)
@@ -206,8 +209,11 @@ class Client:
         self._tokens += drawn.token_ids
         self._added, self._is_open = [], False
         tokens, log_probs = tuple(drawn.token_ids), tuple(drawn.log_probs)
-        self.turns.append(Turn(len(self.turns), tokens, log_probs, drawn.stopped, _decode=self._chat.decoded))
-        return self.turns[-1]
+        self._turns.append(
+            Turn(len(self._turns), tokens, log_probs, drawn.stopped, _decode=self._chat.decoded)
+        )
+        self._drawn.append(tokens)
+        return self._turns[-1]
 
     def _replayed(self, wanted: Wanted) -> Drawn | None:
         """Return the turn that an earlier process has drawn here; None for a new one.
@@ -227,7 +233,7 @@ class Client:
             pairs = enumerate(zip(tokens, given, strict=False))
             place = next((place for place, (ours, theirs) in pairs if ours != theirs), len(given))
             raise EpisodeError(
-                f"the prompt of turn {len(self.turns)} differs from the {len(tokens)} tokens of the episode at token"
+                f"the prompt of turn {len(self._turns)} differs from the {len(tokens)} tokens of the episode at token"
                 f" {place}: an episode is one sequence of tokens, which are never tokenised again; pass client.tokens and"
                 " what follows"
             )
@@ -239,7 +245,7 @@ class Client:
                 "messages were added where the chat template has opened the assistant's turn; add all messages between"
                 " two turns at once, and those before the first turn to the data's prompt"
             )
-        last = self.turns[-1].token_ids if not self._added else ()
+        last = self._turns[-1].token_ids if not self._added else ()
         tokens = self._chat.message_tokens(messages, last)
         self._is_open = True
         return tokens
@@ -278,21 +284,22 @@ class Client:
         metrics = {
             str(name): _finite(value, f"metrics[{name!r}]") for name, value in returned.metrics.items()
         }
-        trained = [turn.is_trained for turn in self.turns]
+        own = [self._checked_turn(turn) for turn in self._turns]
+        trained = [self._turns[number].is_trained for number in own]
         if returned.turns is not None:
             kept = {self._checked_turn(turn) for turn in returned.turns}
             trained = [flag and number in kept for number, flag in enumerate(trained)]
         return reward, metrics, trained
 
     def _checked_turn(self, turn: object) -> int:
-        number = getattr(turn, "number", None)
-        own = self.turns[number] if isinstance(number, int) and 0 <= number < len(self.turns) else None
-        if own is None or tuple(getattr(turn, "token_ids", ())) != own.token_ids:
+        number: Any = getattr(turn, "number", None)
+        drawn = self._drawn[number] if isinstance(number, int) and 0 <= number < len(self._drawn) else None
+        if drawn is None or tuple(getattr(turn, "token_ids", ())) != drawn:
             raise EpisodeError(
                 f"it returned turn {shown(number)} with tokens that the model did not draw; return turns of client.turns"
                 " as they are"
             )
-        return own.number
+        return number
 
 
 def _is_token(value: object, vocab_size: int) -> bool:

@@ -76,6 +76,8 @@ def step_line(row: Row, num_steps: int) -> str:
         if key in row:
             results.append(f"{label} {form.format(_number(row[key]))}")
     results += [f"eval {result}" for result in held_out_results([row])]
+    if dropped := row.get(keys.HELD_OUT_DROPPED):
+        results[-1] += f" ({dropped:.1%} without a score)"
     results += asynchronous_results(row)
     times = []
     for key, value in row.items():

@@ -15,6 +15,7 @@ from hybridengine.controller.call_log import CallRecord, call_log
 from hybridengine.controller.rows import Rows
 from hybridengine.data.datasets import PromptDataset
 from hybridengine.data.responses import ResponseDataset
+from hybridengine.drivers.dataflow import NO_SCORES
 from hybridengine.drivers.offline import Offline
 from hybridengine.drivers.roles import Roles, Sampling
 from hybridengine.errors import ConfigError, DataError, shown
@@ -156,8 +157,9 @@ def _numbers(values: object, who: str, remedy: str) -> dict[str, float]:
 def evaluate(roles: Roles, num_prompts: int) -> tuple[dict[str, float], TensorDict]:
     """Return the metrics of greedy responses to held-out prompts, scored by the run's reward, and some responses.
 
-    The metrics are `eval/score_mean` and, for a reward function alone, `eval/exact_match`, the share with full score.
-    If there are fewer prompts than ranks, some are answered twice but counted once.
+    The metrics are `eval/score_mean` and, for a reward function alone, `eval/exact_match`, the share with full score,
+    both of the responses that have a score; `eval/dropped_share` is the share of those without one. If there are fewer
+    prompts than ranks, some are answered twice but counted once.
     """
     actor, reward = roles.actor, roles.reward
     num_rows = max(num_prompts, actor.num_ranks, reward.num_ranks)
@@ -169,8 +171,9 @@ def evaluate(roles: Roles, num_prompts: int) -> tuple[dict[str, float], TensorDi
     judged = answered.get("scores", "dropped")
     scores = judged["scores"][~judged["dropped"]]
     if not len(scores):
-        raise DataError("none of the held-out responses has a score; look at the reward function's failures")
-    metrics = {keys.SCORE_MEAN: float(scores.mean())}
+        raise DataError(f"none of the held-out responses has a score; {NO_SCORES}")
+    dropped_share = float(judged["dropped"].float().mean())
+    metrics = {keys.SCORE_MEAN: float(scores.mean()), keys.HELD_OUT_DROPPED: dropped_share}
     if reward.has_full_score:
         metrics[keys.EXACT_MATCH] = float((scores >= 1.0).float().mean())
     return metrics, answered[:NUM_SAMPLES].get(*SAMPLE_COLUMNS)

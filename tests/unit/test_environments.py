@@ -204,6 +204,8 @@ def test_colours_become_marks() -> None:
         ("reasoning_gym/chain_sum", {"seed": 1}, {}, "options.seed is set by data.environment's seed"),
         ("reasoning_gym/chain_sum", {}, {"tris": 2}, "has no setting 'tris'; did you mean tries?"),
         ("reasoning_gym/chain_sum", {}, {"tries": "2"}, 'settings.tries="2" must be of type int'),
+        ("reasoning_gym/chain_sum", {}, {"tries": 0}, "settings.tries=0 must be at least 1"),
+        ("reasoning_gym/chain_sum", {}, {"max_tokens": -3}, "settings.max_tokens=-3 must be at least 0"),
         ("gymnasium/FrozenLak-v1", {}, {}, "is not registered with Gymnasium .*Did you mean: `FrozenLake`"),
         (
             "gymnasium/no_such:Taxi-v4",

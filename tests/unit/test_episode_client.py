@@ -239,3 +239,16 @@ def test_results() -> None:
     for message, returned in wrong.items():
         with pytest.raises(EpisodeError, match=message):
             client.check_result(returned)
+
+
+def test_an_edited_turn_is_refused_and_turns_are_neither_removed_nor_added() -> None:
+    client = client_of(Model([[1, 2], [3]]))
+    first = asyncio.run(client.generate())
+    asyncio.run(client.generate())
+    assert isinstance(client.turns, tuple) and [turn.number for turn in client.turns] == [0, 1]
+    first.token_ids = (1, 9)
+    for returned in (1.0, Result(1.0, turns=[first]), Result(1.0, turns=client.turns[1:])):
+        with pytest.raises(EpisodeError, match="turn 0 with tokens that the model did not draw"):
+            client.check_result(returned)
+    first.token_ids = (1, 2)
+    assert client.check_result(1.0) == (1.0, {}, [True, True])

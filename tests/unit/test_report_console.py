@@ -54,6 +54,9 @@ def test_step_line_says_everything_once() -> None:
 
 def test_step_line_leaves_out_what_is_missing_and_shows_what_is_not_finite() -> None:
     assert step_line({"step": 0, "eval/exact_match": 0.25}, num_steps=5) == "step 0/5  eval 25.0%"
+    evaluated = {"step": 0, "eval/score_mean": 1.0, "eval/dropped_share": 0.625}
+    assert step_line(evaluated, num_steps=5) == "step 0/5  eval 1.000 (62.5% without a score)"
+    assert step_line(evaluated | {"eval/dropped_share": 0.0}, num_steps=5) == "step 0/5  eval 1.000"
     row: Row = {"step": 2, "reward/mean": None, "time/generate_s": None}
     assert step_line(row, num_steps=5) == "step 2/5  reward nan  | generate nan"
 

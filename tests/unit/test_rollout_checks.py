@@ -11,6 +11,7 @@ import yaml
 
 from hybridengine.backends.engine import SamplingSettings
 from hybridengine.config import RunConfig, load_config
+from hybridengine.config.rollout_checks import structure_conflicts
 from hybridengine.config.sections import RolloutSection, StructureSection
 from hybridengine.errors import ConfigError
 from hybridengine.training.files import config_text
@@ -63,6 +64,26 @@ def test_a_structure_is_given_in_one_way(overrides: list[str], found: str) -> No
     with pytest.raises(ConfigError, match="must be given by exactly one of regex, json_schema, choices") as e:
         load_config(BASE, overrides)
     assert found in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "unread"),
+    [
+        ({"not": {}}, "not"),
+        ({"type": "array", "items": {"anyOf": [{"not": {"const": 1}}, {"if": {}, "then": {}}]}}, "if, not"),
+        ({"$defs": {"not": {"dependentRequired": {"a": ["b"]}}}, "$ref": "#/$defs/not"}, "dependentRequired"),
+        ({"properties": {"not": {"enum": [{"not": 1}]}, "if": {"default": {"not": 1}}}}, ""),
+        (SCHEMA, ""),
+    ],
+)
+@pytest.mark.parametrize("key", ["rollout.structure", "reward.judge.structure"])
+def test_keywords_that_no_grammar_reads_are_refused_and_names_like_them_are_not(
+    schema: dict[str, Any], unread: str, key: str
+) -> None:
+    found = list(structure_conflicts(key, StructureSection(json_schema=schema)))
+    assert [(one.keys, one.message.split(", which")[0]) for one in found] == (
+        [((f"{key}.json_schema",), f"{key}.json_schema has {unread}")] if unread else []
+    )
 
 
 def test_a_configuration_with_a_structure_is_written_and_read(tmp_path: Path) -> None:
