@@ -108,19 +108,19 @@ class _Stream:
         routes, self.routes = self.routes, []
         return np.concatenate(routes) if routes else np.zeros((0, 0, 0), np.int16)
 
-    def turn_drawn(self, number: int) -> wire.Drawn:
+    def turn_drawn(self, number: int) -> wire.DrawnTurn:
         """Return a complete turn as the episode gets it."""
         begin = self.turns[number]
         end = self.turns[number + 1] if number + 1 < len(self.turns) else len(self.tokens)
         first = next(place for place in range(begin, end) if self.marks[place] != ADDED)
-        return wire.Drawn(
+        return wire.DrawnTurn(
             self.tokens[begin:first],
             self.tokens[first:end],
             self.log_probs[first:end],
             self.marks[end - 1] == STOPPED,
         )
 
-    def complete_turns(self) -> list[wire.Drawn]:
+    def complete_turns(self) -> list[wire.DrawnTurn]:
         """Return the turns that are complete, and find the places of all."""
         ends = [place + 1 for place, mark in enumerate(self.marks) if mark in (CUT, STOPPED)]
         self.turns = [begin for begin in (0, *ends) if begin < len(self.tokens)]

@@ -47,12 +47,17 @@ SET_HERE = {
     "ntasks": "cluster.ranks_per_node",
     "ntasks-per-node": "one process, which starts the ranks",
     "cpus-per-task": "--cpus-per-node",
+    "array": "the run, which one job at a time carries out",
     "signal": "--signal-before",
     "requeue": "--retries",
     "no-requeue": "--retries 0",
     **{name: f"--{name}" for name in (*DIRECTIVES, "mem", "job-name")},
 }
 """Options of sbatch that this command writes itself, and what they follow from."""
+SET_IN_STEP = {name: SET_HERE[name] for name in ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task")} | {
+    "output": "run.folder, below which each node has a log"
+}
+"""Options of srun that this command writes itself, and what they follow from."""
 TIME_LIMIT = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d\d))?(?::(\d\d))?")
 MEMORY_SIZE = re.compile(r"\d+([KMGT]B?)?", re.IGNORECASE)
 
@@ -97,11 +102,16 @@ def run(options: argparse.Namespace) -> int:
     shape = shape_of(config, options.gpus_per_node)
     given = {name: value for name in DIRECTIVES if (value := getattr(options, name))}
     further = _pairs("--sbatch-option", options.sbatch_option)
-    for name in further:
-        if name in SET_HERE:
-            raise ConfigError(
-                f"--sbatch-option {name} is set by this command, from {SET_HERE[name]}; change that instead"
-            )
+    in_step = _pairs("--srun-option", options.srun_option)
+    for option, names, set_here in (
+        ("--sbatch-option", further, SET_HERE),
+        ("--srun-option", in_step, SET_IN_STEP),
+    ):
+        for name in names:
+            if name in set_here:
+                raise ConfigError(
+                    f"{option} {name} is set by this command, from {set_here[name]}; change that instead"
+                )
     name = options.job_name or config.run.name
     if "/" in name:
         raise ConfigError(f"--job-name {name} has a slash, and the log is named after it; write it without")
@@ -115,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
         setup=options.setup,
         exclusive=not options.shared,
         directives=given | _memory(options, further) | further,
-        step_options=_pairs("--srun-option", options.srun_option),
+        step_options=in_step,
         cpus_per_node=options.cpus_per_node or (shape.default_cpus if options.shared else None),
         signal_before_s=_signal_before_s(options.time, options.signal_before),
         retries=options.retries,

@@ -32,7 +32,8 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Formatter that prints descriptions and examples verbatim, and adds defaults to the help of options."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if isinstance(action.default, list | None) or not (action.option_strings and action.metavar):
+        is_empty = isinstance(action.default, list) or action.default in (None, "")
+        if is_empty or not (action.option_strings and action.metavar):
             return action.help
         return f"{action.help} (default %(default){'g' if isinstance(action.default, float) else 's'})"
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private import services
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
@@ -137,15 +138,19 @@ def _at_loopback() -> Iterator[None]:
 
 
 def _connect(address: str, logs: Mapping[str, Any]) -> None:
-    host, _, port = address.rpartition(":")
+    found = address
     try:
+        if "/" not in address:  # what Ray makes of auto, and of loopback: the node's address
+            found = services.canonicalize_bootstrap_address(address) or address
+        host, _, port = found.rpartition(":")
         if port.isdigit() and "/" not in host:  # Ray itself retries for minutes
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_LIMIT_S).close()
         ray.init(address=address, **logs)
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
+        looked = "" if found == address else f"{found}: "
         raise ConfigError(
-            f"no Ray cluster answers at {address!r} ({error}); start one with `ray start --head`, and where it asks"
-            " for a token, export RAY_AUTH_MODE and the token here as well"
+            f"no Ray cluster answers at {address!r} ({looked}{error}); start one with `ray start --head`, and where it"
+            " asks for a token, export RAY_AUTH_MODE and the token here as well"
         ) from None
 
 

@@ -23,7 +23,7 @@ from hybridengine import importing
 from hybridengine.data.chat import Chat
 from hybridengine.episodes import client as client_module
 from hybridengine.episodes.client import Client, EpisodeError, Row, TokenLimitError, TurnLimitError
-from hybridengine.episodes.wire import Drawn, Ended, Limits, Wanted, line
+from hybridengine.episodes.wire import DrawnTurn, Ended, Limits, Wanted, line
 from hybridengine.errors import DataError
 from hybridengine.guarded.guard import limit_memory
 
@@ -51,7 +51,7 @@ class _Episodes:
         self._channel = channel
         self._out = queue.SimpleQueue[bytes]()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._answers: dict[int, asyncio.Future[Drawn]] = {}
+        self._answers: dict[int, asyncio.Future[DrawnTurn]] = {}
         self._seen_s = time.monotonic()
 
     async def run(self) -> None:
@@ -129,13 +129,13 @@ class _Episodes:
             **{**content["row"], "prompt_tokens": tuple(content["row"]["prompt_tokens"])},
             options=self._options,
         )
-        recorded = [Drawn(**one) for one in content["recorded"]]
+        recorded = [DrawnTurn(**one) for one in content["recorded"]]
         one = Client(number, row, self._limits, self._chat, self._ask, recorded)
         self._tasks[number] = asyncio.create_task(self._episode(number, one, row))
 
     def _drawn(self, content: Mapping[str, Any]) -> None:
         if (answer := self._answers.pop(content["number"], None)) is not None and not answer.done():
-            answer.set_result(Drawn(**content["turn"]))
+            answer.set_result(DrawnTurn(**content["turn"]))
 
     def _drop(self, number: int) -> None:
         self._answers.pop(number, None)
@@ -144,7 +144,7 @@ class _Episodes:
 
     # ---- an episode ----
 
-    async def _ask(self, wanted: Wanted) -> Drawn:
+    async def _ask(self, wanted: Wanted) -> DrawnTurn:
         answer = self._answers[wanted.number] = self._loop.create_future()
         self._send("wanted", wanted)
         return await answer

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from hybridengine.data.chat import Chat
-from hybridengine.episodes.wire import Drawn, Limits, Wanted
+from hybridengine.episodes.wire import DrawnTurn, Limits, Wanted
 from hybridengine.errors import DataError, shown
 
 Message = Mapping[str, Any]
@@ -94,8 +94,8 @@ class Client:
         row: Row,
         limits: Limits,
         chat: Chat,
-        ask: Callable[[Wanted], Awaitable[Drawn]],
-        recorded: Sequence[Drawn] = (),
+        ask: Callable[[Wanted], Awaitable[DrawnTurn]],
+        recorded: Sequence[DrawnTurn] = (),
     ) -> None:
         self._turns: list[Turn] = []
         self._drawn: list[tuple[int, ...]] = []
@@ -215,7 +215,7 @@ class Client:
         self._drawn.append(tokens)
         return self._turns[-1]
 
-    def _replayed(self, wanted: Wanted) -> Drawn | None:
+    def _replayed(self, wanted: Wanted) -> DrawnTurn | None:
         """Return the turn that an earlier process has drawn here; None for a new one.
 
         A function that adds something else than before gets new turns from there on.

@@ -14,7 +14,7 @@ from typing import Any
 
 from hybridengine.config.episode_section import EpisodeSection
 from hybridengine.episodes.remote import RemoteProcess, read_key
-from hybridengine.episodes.wire import Drawn, Ended, Limits, Wanted, line
+from hybridengine.episodes.wire import DrawnTurn, Ended, Limits, Wanted, line
 from hybridengine.errors import DataError
 from hybridengine.guarded.process import GuardedProcess
 
@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 class _Episode:
     number: int
     row: Mapping[str, Any]
-    turns: list[Drawn]
+    turns: list[DrawnTurn]
     key: int = 0
     """Number under which a process runs it: another one for each start, since lines of an earlier one may follow."""
     process: _Process | None = None
@@ -88,12 +88,12 @@ class Episodes:
     def __len__(self) -> int:
         return len(self._episodes)
 
-    def begin(self, number: int, row: Mapping[str, Any], turns: Sequence[Drawn]) -> None:
+    def begin(self, number: int, row: Mapping[str, Any], turns: Sequence[DrawnTurn]) -> None:
         """Run an episode for the fields of a `Row`; it is given `turns` before it draws others."""
         self._episodes[number] = episode = _Episode(number, row, [*turns])
         self._queue.append(episode)
 
-    def answer(self, number: int, turn: Drawn) -> None:
+    def answer(self, number: int, turn: DrawnTurn) -> None:
         """Give an episode the turn that it wanted."""
         episode = self._episodes[number]
         assert episode.wanted is not None and episode.process is not None, "it waits for a turn"

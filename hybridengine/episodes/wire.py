@@ -27,7 +27,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnTurn:
     """One turn of the model."""
 
     added: list[int]

@@ -15,7 +15,7 @@ from hybridengine.config import load_config
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from hybridengine.environments.files import write_environment_files
 from hybridengine.episodes.processes import Episodes
-from hybridengine.episodes.wire import Drawn, Ended, Limits
+from hybridengine.episodes.wire import DrawnTurn, Ended, Limits
 from hybridengine.errors import DataError
 from tests.clients.servers import CLIENT_PYTHON, ROOT
 
@@ -80,7 +80,7 @@ class Played:
                     continue
                 read[event.number].append(str(self.tokenizer.decode(event.added)))
                 drawn = [*self.tokens(turns[event.number][event.turn]), self.tokenizer.eos_token_id]
-                self.episodes.answer(event.number, Drawn(event.added, drawn, [-1.0] * len(drawn), True))
+                self.episodes.answer(event.number, DrawnTurn(event.added, drawn, [-1.0] * len(drawn), True))
         return ended, read
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridengine.environments.environment import Environment, Prompt
 from hybridengine.episodes.client import Client, Result, Row
-from hybridengine.episodes.wire import Drawn, Limits, Wanted
+from hybridengine.episodes.wire import DrawnTurn, Limits, Wanted
 
 LIMITS = Limits(4096, 64, 256, 60.0, 60.0, needs_reward=True)
 
@@ -30,10 +30,10 @@ async def played(environment: Environment, prompt: Prompt, turns: Sequence[str])
     """Return the result of an episode with these turns, and what the environment said before each turn but the first."""
     left, read = [*turns], list[str]()
 
-    async def draw(wanted: Wanted) -> Drawn:
+    async def draw(wanted: Wanted) -> DrawnTurn:
         read.append(bytes(wanted.added).decode())
         tokens = [*left.pop(0).encode()]
-        return Drawn(wanted.added, tokens, [-1.0] * len(tokens), True)
+        return DrawnTurn(wanted.added, tokens, [-1.0] * len(tokens), True)
 
     row = Row(0, prompt.prompt, (1, 2), json.dumps(prompt.answer), 0)
     client = Client(0, row, LIMITS, ByteChat(), draw)  # type: ignore[arg-type]

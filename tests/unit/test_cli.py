@@ -54,7 +54,7 @@ def test_help_of_train_explains_its_arguments_and_what_it_writes(capsys: pytest.
 
 
 def test_help_shows_defaults_as_they_are_written(capsys: pytest.CaptureFixture[str]):
-    for command in (["simulate"], ["bench", "dispatch"], ["reshard", "bench"]):
+    for command in (["simulate"], ["bench", "dispatch"], ["reshard", "bench"], ["launch", "kuberay"]):
         with pytest.raises(SystemExit):
             main([*command, "--help"])
     text = " ".join(capsys.readouterr().out.split())
@@ -66,6 +66,7 @@ def test_help_shows_defaults_as_they_are_written(capsys: pytest.CaptureFixture[s
         "--timeout": "120",
     }
     assert wanted.items() <= dict(found).items() and "--fix" not in dict(found)
+    assert "(default )" not in text
 
 
 def test_examples_of_the_help_are_accepted(

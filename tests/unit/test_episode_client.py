@@ -21,7 +21,7 @@ from hybridengine.episodes.client import (
     Turn,
     TurnLimitError,
 )
-from hybridengine.episodes.wire import Drawn, Limits, Wanted
+from hybridengine.episodes.wire import DrawnTurn, Limits, Wanted
 
 TOKENIZER = build_arithmetic_tokenizer()
 END: Any = TOKENIZER.convert_tokens_to_ids(TURN_END)
@@ -43,14 +43,14 @@ class Model:
         self._turns, self._stopped = [*turns], stopped
         self.wanted: list[Wanted] = []
 
-    async def ask(self, wanted: Wanted) -> Drawn:
+    async def ask(self, wanted: Wanted) -> DrawnTurn:
         self.wanted.append(wanted)
         tokens = [*self._turns[len(self.wanted) - 1]]
-        return Drawn(wanted.added, tokens, [-0.5] * len(tokens), self._stopped)
+        return DrawnTurn(wanted.added, tokens, [-0.5] * len(tokens), self._stopped)
 
 
 def client_of(
-    model: Model, recorded: Sequence[Drawn] = (), prompt: Sequence[int] = PROMPT, **limits: Any
+    model: Model, recorded: Sequence[DrawnTurn] = (), prompt: Sequence[int] = PROMPT, **limits: Any
 ) -> Client:
     values = {
         "max_tokens": 400,
@@ -134,9 +134,9 @@ def test_what_is_wanted_is_what_was_added_since_the_turn_before(
 
 def test_the_turns_of_an_earlier_process_are_given_again_until_something_else_is_added() -> None:
     recorded = [
-        Drawn([], [1, 2], [-1.0, -2.0], True),
-        Drawn([5], [3], [-3.0], False),
-        Drawn([6], [4], [-4.0], False),
+        DrawnTurn([], [1, 2], [-1.0, -2.0], True),
+        DrawnTurn([5], [3], [-3.0], False),
+        DrawnTurn([6], [4], [-4.0], False),
     ]
     model = Model([[9], [8]])
 

@@ -19,7 +19,7 @@ from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from hybridengine.episodes import Client, Row, remote
 from hybridengine.episodes.processes import SERVER, Episodes
 from hybridengine.episodes.remote import EpisodeHost, RemoteProcess, read_key
-from hybridengine.episodes.wire import Drawn, Ended, Limits
+from hybridengine.episodes.wire import DrawnTurn, Ended, Limits
 from hybridengine.errors import ConfigError, DataError
 
 KEY = b"a key of at least 16 bytes"
@@ -106,7 +106,7 @@ def test_episodes_on_a_host_draw_and_begin_again_when_their_process_is_killed(
         episodes.begin(4, row(0), [])
         (first,) = events_of(episodes, 1)
         assert (first.number, first.turn, first.added, first.max_tokens) == (4, 0, [], 2)
-        drawn = Drawn([], [11, 12], [-1.0, -2.0], False)
+        drawn = DrawnTurn([], [11, 12], [-1.0, -2.0], False)
         episodes.answer(4, drawn)
         (second,) = events_of(episodes, 1)
         assert (second.turn, second.added) == (1, [7])
@@ -114,7 +114,7 @@ def test_episodes_on_a_host_draw_and_begin_again_when_their_process_is_killed(
         own.kill()  # the host then closes the connection
         (again,) = events_of(episodes, 1)
         assert again == second  # the first turn was replayed
-        episodes.answer(4, Drawn([7], [13], [-3.0], True))
+        episodes.answer(4, DrawnTurn([7], [13], [-3.0], True))
         (ended,) = events_of(episodes, 1)
         assert isinstance(ended, Ended)
         assert (ended.number, ended.reward, ended.kind) == (4, 0.5, "")

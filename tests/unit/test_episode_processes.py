@@ -18,7 +18,7 @@ from hybridengine.config.episode_section import EpisodeSection
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from hybridengine.episodes import processes
 from hybridengine.episodes.processes import Episodes, check_episode
-from hybridengine.episodes.wire import Drawn, Ended, Limits, Wanted
+from hybridengine.episodes.wire import DrawnTurn, Ended, Limits, Wanted
 from hybridengine.errors import DataError
 from hybridengine.guarded.process import GuardedProcess
 
@@ -65,10 +65,10 @@ def group_of(process: object) -> int:
     return process._group
 
 
-def turn_of(wanted: Wanted) -> Drawn:
+def turn_of(wanted: Wanted) -> DrawnTurn:
     """Return the turn that a model would draw: tokens that tell episode and turn."""
     tokens = [8 + wanted.number, wanted.turn] * wanted.max_tokens
-    return Drawn(wanted.added, tokens, [-1.0] * len(tokens), True)
+    return DrawnTurn(wanted.added, tokens, [-1.0] * len(tokens), True)
 
 
 def played(
