@@ -41,6 +41,17 @@ EPILOG = """examples:
 QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[KMGT]i|[MGT])?")
 UNITS = {"": 1, "m": Fraction(1, 1000), "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+NAME, WORD = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?"
+KEY = rf"({NAME}/)?{WORD}"
+RESOURCE = (
+    rf"{NAME}/{WORD}|ephemeral-storage|hugepages-[0-9]+[KMG]i",
+    "a resource with its domain, such as nvidia.com/gpu",
+)
+VARIABLE = (r"[A-Za-z_][A-Za-z0-9_.-]*", "the name of a variable, such as NCCL_DEBUG")
+LABEL = (KEY, "the key of a label, such as nvidia.com/gpu.product")
+LABEL_VALUE = (rf"({WORD})?", "the value of a label, such as h100")
+SYSTEM_FOLDERS = {(), ("dev",), ("proc",), ("sys",)}
+"""First parts of paths at which a pod cannot have a volume; () is that of the root."""
 HEAD_CPUS = "8"
 LEAST_RAY = (2, 52)
 """First version of Ray in which KubeRay lets jobs ask for a token (authOptions)."""
@@ -49,9 +60,7 @@ LEAST_RAY = (2, 52)
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser)
     option, seconds = parser.add_argument, between(0, 31_536_000)
-    name = _matching(
-        r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", "a name of Kubernetes: a-z, 0-9, - and ., such as team-a"
-    )
+    name = _matching(NAME, "a name of Kubernetes: a-z, 0-9, - and ., such as team-a")
     option(
         "--image",
         required=True,
@@ -72,7 +81,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
            help="/dev/shm of each pod, which counts as its memory")  # fmt: skip
     option("--head-cpus", type=_quantity, default=HEAD_CPUS, metavar="N", help="CPUs of the head pod")
     option("--head-memory", type=_quantity, default="96Gi", metavar="SIZE", help="memory of the head pod")
-    option("--gpu-resource", default="nvidia.com/gpu", metavar="NAME", help="resource of GPUs")
+    option(
+        "--gpu-resource",
+        type=_matching(*RESOURCE),
+        default="nvidia.com/gpu",
+        metavar="NAME",
+        help="resource of GPUs",
+    )
     option("--resource", action="append", default=[], metavar="NAME=N",
            help="further resource of a worker pod, such as rdma/ib=8; may be repeated")  # fmt: skip
     option("--capability", action="append", default=[], metavar="NAME", type=_matching("[A-Z_]+", "a capability"),
@@ -86,13 +101,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     option("--secret", action="append", type=name, default=[], metavar="NAME",
            help="secret whose keys become environment variables; may be repeated")  # fmt: skip
-    option("--service-account", type=name, default="", metavar="NAME", help="service account of the pods")
+    option("--service-account", type=name, metavar="NAME", help="service account of the pods")
     option("--node-selector", action="append", default=[], metavar="LABEL=VALUE",
            help="label of the nodes of worker pods; may be repeated")  # fmt: skip
     option("--toleration", action="append", default=[], metavar="KEY",
-           type=_matching(r"[\w./-]+", "the key of a taint, such as nvidia.com/gpu"),
+           type=_matching(KEY, "the key of a taint, such as nvidia.com/gpu"),
            help="taint that worker pods tolerate; may be repeated")  # fmt: skip
-    option("--queue", type=name, default="", metavar="NAME", help="queue of Kueue, which admits the job")
+    option("--queue", type=name, metavar="NAME", help="queue of Kueue, which admits the job")
     option(
         "--ray-version",
         type=_ray_version,
@@ -119,6 +134,11 @@ def run(options: argparse.Namespace) -> int:
         path = getattr(options, name)
         if path is not None and not path.startswith("/"):
             raise ConfigError(f"--{name} {path} must be an absolute path in the pods, such as /shared")
+    if ":" in options.mount or Path(os.path.normpath(options.mount)).parts[1:2] in SYSTEM_FOLDERS:
+        raise ConfigError(
+            f"--mount {options.mount} would replace a folder of the pod's system, or has a colon; choose another, such as"
+            " /shared"
+        )
     folder = options.folder or options.mount
     if not Path(os.path.normpath(folder)).is_relative_to(os.path.normpath(options.mount)):
         raise ConfigError(
@@ -131,10 +151,12 @@ def run(options: argparse.Namespace) -> int:
             f"--shared-memory {shared} is not less than --memory {options.memory}, of which it is a part; lower it, or"
             " raise --memory"
         )
-    environment = _pairs("--env", options.env)
+    environment = _pairs("--env", options.env, _matching(*VARIABLE))
     for key in environment:
         if key.startswith("RAY_AUTH_"):
             raise ConfigError(f"--env {key} is set by KubeRay, for the token of the cluster; leave it out")
+    resources = _pairs("--resource", options.resource, _matching(*RESOURCE), _quantity)
+    labels = _pairs("--node-selector", options.node_selector, _matching(*LABEL), _matching(*LABEL_VALUE))
     job = RayJob(
         name=kubernetes_name(options.job_name or config.run.name),
         namespace=options.namespace,
@@ -146,14 +168,14 @@ def run(options: argparse.Namespace) -> int:
         mount=options.mount,
         folder=folder,
         head=PodSize(options.head_cpus, options.head_memory, min(shared, options.head_memory, key=_number)),
-        worker=PodSize(str(cpus), options.memory, shared, _pairs("--resource", options.resource, _quantity)),
+        worker=PodSize(str(cpus), options.memory, shared, resources),
         gpu_resource=options.gpu_resource,
         environment=environment,
         capabilities=options.capability,
         secrets=options.secret,
-        service_account=options.service_account,
-        queue=options.queue,
-        node_selector=_pairs("--node-selector", options.node_selector),
+        service_account=options.service_account or "",
+        queue=options.queue or "",
+        node_selector=labels,
         tolerations=options.toleration,
         retries=options.retries,
         start_limit_s=options.start_limit,
@@ -186,6 +208,8 @@ def _quantity(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"{text[:60]!r} is not a quantity of Kubernetes; write a number, or one with a unit such as 64Gi"
         )
+    if not _number(text):
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} must be more than 0")
     return text
 
 
@@ -199,7 +223,7 @@ def _matching(pattern: str, meaning: str) -> Callable[[str], str]:
     """Return a `type=` for argparse that accepts texts of a pattern unchanged."""
 
     def check(text: str) -> str:
-        if text and not re.fullmatch(pattern, text):
+        if not re.fullmatch(pattern, text):
             raise argparse.ArgumentTypeError(f"{text[:60]!r} is not {meaning}")
         return text
 
@@ -217,8 +241,10 @@ def _ray_version(text: str) -> str:
     return text
 
 
-def _pairs(option: str, texts: Sequence[str], kind: Callable[[str], str] = str) -> dict[str, str]:
-    """Return the values in `texts` by name."""
+def _pairs(
+    option: str, texts: Sequence[str], key: Callable[[str], str], kind: Callable[[str], str] = str
+) -> dict[str, str]:
+    """Return the values in `texts` by name; `key` and `kind` check names and values."""
     found = dict[str, str]()
     for text in texts:
         name, equals, value = text.partition("=")
@@ -227,7 +253,7 @@ def _pairs(option: str, texts: Sequence[str], kind: Callable[[str], str] = str) 
                 f"{option} {text!r} is not NAME=VALUE; write both, with an equals sign between them"
             )
         try:
-            found[name] = kind(value)
+            found[key(name)] = kind(value)
         except argparse.ArgumentTypeError as error:
             raise ConfigError(f"{option} {text}: {error}") from None
     return found

@@ -48,6 +48,7 @@ SET_HERE = {
     "ntasks-per-node": "one process, which starts the ranks",
     "cpus-per-task": "--cpus-per-node",
     "array": "the run, which one job at a time carries out",
+    "wrap": "the run, which this script carries out",
     "signal": "--signal-before",
     "requeue": "--retries",
     "no-requeue": "--retries 0",

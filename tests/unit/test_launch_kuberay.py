@@ -93,7 +93,8 @@ def test_every_option_is_valid(capsys: pytest.CaptureFixture[str], validator: js
         *("--memory", "1500Gi", "--shared-memory", "256Gi", "--head-cpus", "16", "--head-memory", "128Gi"),
         *("--gpu-resource", "amd.com/gpu", "--resource", "rdma/ib=8", "--capability", "IPC_LOCK"),
         *("--env", "A=b=c", "--secret", "wandb"),
-        *("--service-account", "trainer", "--node-selector", "gpu=h100", "--toleration", "gpu"),
+        *("--service-account", "trainer", "--node-selector", "gpu=h100", "--node-selector"),
+        *("node-role.kubernetes.io/trainer=", "--toleration", "gpu"),
         *(
             "--queue",
             "team-a",
@@ -129,7 +130,7 @@ def test_every_option_is_valid(capsys: pytest.CaptureFixture[str], validator: js
         "rdma/ib": "8",
         "amd.com/gpu": "8",
     }
-    assert worker["nodeSelector"] == {"gpu": "h100"}
+    assert worker["nodeSelector"] == {"gpu": "h100", "node-role.kubernetes.io/trainer": ""}
     assert worker["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
     assert "nodeSelector" not in head
     assert worker["containers"][0]["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
@@ -199,6 +200,19 @@ def test_names_of_runs_become_names_of_kubernetes(text: str, name: str):
         (["--namespace", "Bad NS"], "'Bad NS' is not a name of Kubernetes"),
         (["--image", "bad image"], "'bad image' is not an image"),
         (["--toleration", "bad key"], "'bad key' is not the key of a taint, such as nvidia.com/gpu"),
+        (["--toleration", "a//b"], "'a//b' is not the key of a taint"),
+        (["--env", "1A=2"], "--env 1A=2: '1A' is not the name of a variable"),
+        (["--resource", "rdma ib=1"], "--resource rdma ib=1: 'rdma ib' is not a resource with its domain"),
+        (["--resource", "cpu=1"], "'cpu' is not a resource with its domain"),  # --cpus-per-node
+        (["--resource", "rdma/ib=0"], "--resource rdma/ib=0: '0' must be more than 0"),
+        (["--node-selector", "a b=c"], "--node-selector a b=c: 'a b' is not the key of a label"),
+        (["--node-selector", "a=b c"], "--node-selector a=b c: 'b c' is not the value of a label"),
+        (["--mount", "/"], "--mount / would replace a folder of the pod's system"),
+        (["--mount", "/x/../dev/shm"], "--mount /x/../dev/shm would replace a folder of the pod's system"),
+        (["--mount", "/a:b"], "--mount /a:b would replace a folder of the pod's system, or has a colon"),
+        (["--head-cpus", "0"], "argument --head-cpus: '0' must be more than 0"),
+        (["--gpu-resource", ""], "argument --gpu-resource: '' is not a resource with its domain"),
+        (["--claim", ""], "argument --claim: '' is not a name of Kubernetes"),
         (["--ray-version", "2.40.0"], "'2.40.0' must be a version of Ray from 2.52.0, which has tokens"),
         (["--env", "RAY_AUTH_MODE=disabled"], "--env RAY_AUTH_MODE is set by KubeRay"),
         (["resume=never"], "a launched run has resume=auto, so that a new attempt continues the earlier one"),

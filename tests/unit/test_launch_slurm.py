@@ -294,6 +294,7 @@ def test_setup_that_fails_ends_the_job(setup: str, job: Callable[..., subprocess
             "--sbatch-option nodes is set by this command, from cluster.ranks_per",
         ),
         (["--sbatch-option=--time=1"], "--sbatch-option time is set by this command, from --time"),
+        (["--sbatch-option", "wrap=true"], "--sbatch-option wrap is set by this command, from the run"),
         (["--sbatch-option", "array=1-3"], "--sbatch-option array is set by this command, from the run"),
         (
             ["--srun-option", "ntasks=1"],
