@@ -272,14 +272,23 @@ def process_groups(train: str) -> list[str]:
     return [*own, f"{num_globals:,}", f"{globals_s:.2f}"]
 
 
+def _num_ranks(text: str) -> int:
+    """Return a number of ranks that stages and tensor groups of 4-8-* divide; a `type=` for argparse."""
+    if not text.isdecimal() or not int(text) or int(text) % 32:
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} must be a multiple of 32, such as 1024")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", nargs="?", choices=("steps", "plans", "groups"), default="steps")
-    parser.add_argument("num_ranks", nargs="*", type=int, default=NUM_RANKS, help="multiples of 32")
+    parser.add_argument("num_ranks", nargs="*", type=_num_ranks, help="multiples of 32, for steps alone")
     parser.add_argument("--direct", action="store_true", help="without relays")
     options = parser.parse_args()
+    if options.what != "steps" and (options.num_ranks or options.direct):
+        parser.error(f"numbers of ranks and --direct are for steps; leave them out with {options.what}")
     if options.direct:
         relays.NUM_CALLED = 2**30
     if options.what == "plans":
@@ -298,7 +307,7 @@ def main() -> None:
             "timeline: MiB",
             "records: CPU s",
         ]
-        rows = (steps(num_ranks) for num_ranks in options.num_ranks)
+        rows = (steps(num_ranks) for num_ranks in options.num_ranks or NUM_RANKS)
     table = [headings]
     for row in rows:
         table.append(row)

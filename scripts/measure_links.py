@@ -27,6 +27,8 @@ from hybridengine.bench.calibration.machine_rates import measured_rates
 from hybridengine.bench.reshard.spec import DEFAULT_MODEL, BenchSpec, LayoutPair, MethodName
 from hybridengine.charts import INK, drawing, grouped_bars
 from hybridengine.cli.options import between
+from hybridengine.cli.outputs import check_outputs
+from hybridengine.errors import ConfigError
 from hybridengine.formatting import aligned, format_bytes, format_seconds
 from hybridengine.planning.costs.clusters import Cluster
 from hybridengine.planning.switch.switch_cost import SwitchCost, SwitchPricer
@@ -104,7 +106,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rates", type=rate, nargs="+", default=RATES_MBIT_S, help="Mbit/s of the cables")
     parser.add_argument("--repetitions", type=many, default=5, help="counted ones of each method (5)")
     parser.add_argument("--plot", type=Path, help="draw the figures to a file (.png, .svg, .pdf)")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    try:
+        check_outputs({"--plot": arguments.plot}, {})
+    except ConfigError as error:
+        parser.error(str(error))
+    return arguments
 
 
 def calibrated() -> tuple[dict[str, Any], float]:
