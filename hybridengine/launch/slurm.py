@@ -36,7 +36,10 @@ show() {{ squeue --noheader --job "$SLURM_JOB_ID" --format="$1"; }}
 
 # Start again on nodes that SLURM chooses, from the last checkpoint.
 start_again() {{
-  [ "${{SLURM_RESTART_COUNT:-0}}" -lt {retries} ] || return
+  if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {retries} ]; then
+    echo "$(date +%FT%T) not requeued: --retries {retries} is used up; submit the script again"
+    return
+  fi
   echo "$(date +%FT%T) requeued"
   trap '' TERM # which SLURM sends to the processes of a requeued job
   scontrol requeue "$SLURM_JOB_ID" || return

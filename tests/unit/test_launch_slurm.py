@@ -192,6 +192,8 @@ def test_a_job_that_has_lost_a_node_is_requeued(
     assert started.returncode == status, output
     assert calls(tmp_path) == (["requeue 17"] if requeued else [])
     assert (tmp_path / f"runs/arithmetic/launch/17.{restarts}").is_dir()
+    used_up = "not requeued: --retries 5 is used up; submit the script again"
+    assert (used_up in output) == (restarts == 5)
 
 
 @pytest.mark.parametrize(("status", "requeued"), [(75, True), (0, False), (1, False)])
@@ -270,6 +272,18 @@ def test_a_signal_stops_the_run_and_before_the_time_limit_requeues_the_job(
         output, _ = started.communicate(timeout=60)
     assert started.returncode == 0, output
     assert calls(tmp_path) == expected
+
+
+def test_a_run_that_is_stopped_at_its_last_time_limit_says_so(
+    job: Callable[..., subprocess.Popen[str]], tmp_path: Path
+):
+    """The run has saved its step, and so the job has status 0."""
+    with job("--retries", "0") as started:
+        wait_until_running(tmp_path)
+        started.send_signal(signal.SIGTERM)
+        output, _ = started.communicate(timeout=60)
+    assert (started.returncode, calls(tmp_path)) == (0, ["asked"])
+    assert "not requeued: --retries 0 is used up" in output
 
 
 @pytest.mark.parametrize("setup", ["false", "false # a comment"])
