@@ -14,6 +14,7 @@ headers. What is inside a host is measured on one host, as by `hybridengine cali
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -111,6 +112,8 @@ def parse() -> argparse.Namespace:
         check_outputs({"--plot": arguments.plot}, {})
     except ConfigError as error:
         parser.error(str(error))
+    if os.geteuid():
+        parser.error("hosts are made by root alone; start it as root")
     return arguments
 
 

@@ -45,11 +45,13 @@ def test_numbers_of_ranks_are_multiples_of_32():
     [
         ("x.bmp", "--plot x.bmp must end in .png or .svg or .pdf; rename it"),
         ("/no/such/x.svg", "--plot /no/such/x.svg cannot be written (No such file or directory)"),
+        ("links.svg", "hosts are made by root alone; start it as root"),
     ],
 )
-def test_a_chart_that_cannot_be_written_is_refused(
+def test_a_chart_that_cannot_be_written_and_a_user_who_makes_no_hosts_are_refused(
     file: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
     monkeypatch.setattr("sys.argv", ["measure_links.py", "--plot", file])
     with pytest.raises(SystemExit) as ended:
         measure_links.parse()
