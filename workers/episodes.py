@@ -21,11 +21,12 @@ from hybridengine.config import RunConfig
 from hybridengine.config.run_config import reward_sections
 from hybridengine.config.sections import RolloutSection
 from hybridengine.data.datasets import EPISODE_ROWS
+from hybridengine.data.dropped_rows import DroppedRows
 from hybridengine.episodes import wire
 from hybridengine.episodes.processes import Episodes
 from hybridengine.errors import DataError
 from hybridengine.rollouts.drawn import ADDED, CUT, DRAWN, STOPPED, Drawn, DrawnSupports
-from hybridengine.rollouts.episodes import FailureLog, episode_columns
+from hybridengine.rollouts.episodes import episode_columns
 from hybridengine.rollouts.queue import Rollout
 from hybridengine.rows.micro_batches import ROUTES, padded_routes
 from hybridengine.rows.supports import SUPPORTS, WHOLE, support_row
@@ -33,6 +34,7 @@ from workers.prompts import PromptReader
 
 TOKEN_COLUMNS = ("drawn_log_probs", "drawn_versions", "drawn_marks")
 """Columns of episodes to continue in addition to `ROLLOUT_COLUMNS`: what is known of their tokens, [B, D]."""
+COUNTED_AS = "episode/failed_share, eval/dropped_share"
 STEPS = 128
 """Engine steps of an episode's batch between two looks at what has ended."""
 WAIT_S = 0.05
@@ -140,8 +142,8 @@ class EpisodeRollouts:
         self._rollout = run.rollout
         self._reader = PromptReader(run)
         self._greedy = False
-        self._failures = FailureLog()
-        """Of the rows that were begun last."""
+        self._failures = DroppedRows(COUNTED_AS)
+        """Those of the rows that were begun last."""
         self._streams: dict[int, _Stream] = {}
         self._ended: list[_Stream] = []
         limits = wire.Limits(
@@ -168,7 +170,7 @@ class EpisodeRollouts:
         Reads `ROLLOUT_COLUMNS` and `TOKEN_COLUMNS`; a row without `prompt_numbers` has the prompt's own columns.
         """
         self._greedy = greedy
-        self._failures = FailureLog()
+        self._failures = DroppedRows(COUNTED_AS)
         if "prompt_numbers" in rows.keys():  # noqa: SIM118
             rows = self._reader.prompts(rows["prompt_numbers"].tolist()).update(rows)
         for place in range(len(rows)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -14,25 +13,6 @@ from hybridengine.report.keys import EPISODE_FAILURE, EPISODE_REWARD, EPISODE_TU
 from hybridengine.rollouts.drawn import CUT, STOPPED
 from hybridengine.rollouts.queue import Rollout
 from hybridengine.rows.micro_batches import RESPONSE_MASK
-
-MOST_NAMED = 8
-"""Failed episodes of a call that are named in the log; metrics count all."""
-
-_logger = logging.getLogger(__name__)
-
-
-class FailureLog:
-    """Warnings of the failed episodes of one call, one line each, up to `MOST_NAMED`."""
-
-    def __init__(self) -> None:
-        self._num_failed = 0
-
-    def warn(self, text: str) -> None:
-        """Log a failure, unless enough are named."""
-        self._num_failed += 1
-        if self._num_failed <= MOST_NAMED:
-            last = "; further ones are only counted (episode/failed_share, eval/dropped_share)"
-            _logger.warning("%s%s", text, last if self._num_failed == MOST_NAMED else "")
 
 
 def episode_columns(rollouts: Sequence[Rollout], section: RolloutSection) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from hybridengine.episodes.wire import FAILURES, Ended
 from hybridengine.errors import CheckpointError, ConfigError
 from hybridengine.report import keys
 from hybridengine.rollouts.drawn import ADDED, CUT, DRAWN, STOPPED, Drawn
-from hybridengine.rollouts.episodes import MOST_NAMED, FailureLog, episode_columns
+from hybridengine.rollouts.episodes import episode_columns
 from hybridengine.rollouts.queue import Rollout, RolloutQueue, read_queue, save_queue
 from hybridengine.rows.micro_batches import RESPONSE_MASK, drawn_tokens, loss_mask
 from hybridengine.rows.supports import WHOLE
@@ -215,12 +215,3 @@ def test_rows_of_episodes_tell_their_file_and_line(tmp_path: Path) -> None:
     prompts = PromptDataset(file, build_arithmetic_tokenizer(), 16, json_column=EPISODE_ROWS)
     found = json.loads(prompts.rows([0])[EPISODE_ROWS][0])
     assert found == {"place": f"{file}, line 1", "number": 0, "prompt": "1 + 2", "answer": "3"}
-
-
-def test_some_failures_of_a_call_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    log = FailureLog()
-    for number in range(3 * MOST_NAMED):
-        log.warn(f"response {number} is dropped")
-    named = [record.getMessage() for record in caplog.records]
-    assert named[:-1] == [f"response {number} is dropped" for number in range(MOST_NAMED - 1)]
-    assert named[-1].startswith(f"response {MOST_NAMED - 1} is dropped; further ones are only counted")
