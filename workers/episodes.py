@@ -7,7 +7,6 @@ other ranks, so that all add the same requests between the same steps.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,6 +21,7 @@ from hybridengine.config import RunConfig
 from hybridengine.config.run_config import reward_sections
 from hybridengine.config.sections import RolloutSection
 from hybridengine.data.datasets import EPISODE_ROWS
+from hybridengine.data.dropped_rows import DroppedRows
 from hybridengine.episodes import wire
 from hybridengine.episodes.processes import Episodes
 from hybridengine.errors import DataError
@@ -34,12 +34,11 @@ from workers.prompts import PromptReader
 
 TOKEN_COLUMNS = ("drawn_log_probs", "drawn_versions", "drawn_marks")
 """Columns of episodes to continue in addition to `ROLLOUT_COLUMNS`: what is known of their tokens, [B, D]."""
+COUNTED_AS = "episode/failed_share, eval/dropped_share"
 STEPS = 128
 """Engine steps of an episode's batch between two looks at what has ended."""
 WAIT_S = 0.05
 """Longest wait for a function while the engine has nothing to draw; ranks of an engine wait for each other meanwhile."""
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -47,8 +46,8 @@ class _Stream:
     """An unfinished episode: the tokens after its prompt."""
 
     number: int
-    row: int
-    """Number of the data's row, for messages."""
+    row: str
+    """File and line of the data's row, for messages."""
     prompt: tuple[int, ...]
     seed: int
     num_routed: int
@@ -143,6 +142,8 @@ class EpisodeRollouts:
         self._rollout = run.rollout
         self._reader = PromptReader(run)
         self._greedy = False
+        self._failures = DroppedRows(COUNTED_AS)
+        """Those of the rows that were begun last."""
         self._streams: dict[int, _Stream] = {}
         self._ended: list[_Stream] = []
         limits = wire.Limits(
@@ -169,6 +170,7 @@ class EpisodeRollouts:
         Reads `ROLLOUT_COLUMNS` and `TOKEN_COLUMNS`; a row without `prompt_numbers` has the prompt's own columns.
         """
         self._greedy = greedy
+        self._failures = DroppedRows(COUNTED_AS)
         if "prompt_numbers" in rows.keys():  # noqa: SIM118
             rows = self._reader.prompts(rows["prompt_numbers"].tolist()).update(rows)
         for place in range(len(rows)):
@@ -177,7 +179,7 @@ class EpisodeRollouts:
             prompt = rows["prompt_tokens"][place, : rows["prompt_lengths"][place]].tolist()
             stream = _Stream(
                 int(rows["numbers"][place]),
-                data["number"],
+                data.pop("place"),
                 tuple(prompt),
                 int(rows["seeds"][place]),
                 int(rows["drawn_routes"][place]),
@@ -260,16 +262,13 @@ class EpisodeRollouts:
     def _end(self, stream: _Stream, ended: wire.Ended) -> None:
         """Take an episode for ended; raise DataError if it has failed and failures end the run."""
         if ended.kind:
-            text = (
-                f"rollout.episode.function={self._section.function}, row {stream.row} of the data, turn {ended.turn}:"
-                f" {ended.text}"
-            )
+            text = f"rollout.episode.function={self._section.function}, {stream.row}, turn {ended.turn}: {ended.text}"
             if self._section.on_failure == "fail":
                 raise DataError(
                     f"{text}; correct the function, or let rollout.episode.on_failure drop the row"
                 )
             if self._lead.is_here:
-                _logger.warning("response %d is dropped: %s", stream.number, text)
+                self._failures.warn(f"response {stream.number} is dropped: {text}")
         for response in self._engine.abort([str(stream.number)]):
             stream.draw(response)
         stream.outcome = ended

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from hybridengine.checkpoints.hf_files import read_parameters
 from hybridengine.config import Role, RunConfig
 from hybridengine.config.reward_sections import scorer_key
 from hybridengine.config.run_config import judge_is_alone
+from hybridengine.data.dropped_rows import DroppedRows
 from hybridengine.data.judging import JudgePrompts, Verdicts
 from hybridengine.data.rewards import DROPPED, reward_texts, score_column, scored_rows
 from hybridengine.data.tokenizer import load_tokenizer
@@ -31,8 +31,6 @@ from hybridengine.topology.generation import GenerationGrid
 
 COUNTS = ("verdicts", "unparsed", "long_prompts", "verdict_tokens")
 """Verdicts, those without a valid score, responses whose prompt is too long, and tokens of verdicts."""
-
-_logger = logging.getLogger(__name__)
 
 
 class JudgeEngine:
@@ -115,6 +113,7 @@ class JudgeWorker:
         self._section, self._term = name, term
         self._key, self._column = f"{scorer_key(name, term)}.judge", score_column(name, term)
         scorers = getattr(run, name)
+        self._prefix = f"{name}/{term}_" if term else f"{name}/"
         self._judge = judge = scorers.judges[term]
         self._tokenizer = load_tokenizer(run.tokenizer_folder, pad_with_eos=True)
         self._prompts = JudgePrompts(self._key, judge, folder)
@@ -126,6 +125,7 @@ class JudgeWorker:
         self._engine = JudgeEngine(context, run, folder, name, term)
         self._is_source = context.rank in PROTO_3D.source_ranks(context.topology)
         self._counts = Counter[str]()
+        self._unscored = self._none_unscored()
 
     @register(PROTO_3D, [*SEQUENCE_COLUMNS, "answers", ROW_NUMBERS], returns_rows=True)
     def compute_scores(self, rollout: TensorDictBase) -> TensorDict:
@@ -146,6 +146,7 @@ class JudgeWorker:
             for prompt, response, answer in zip(prompts, texts["responses"], texts["answers"], strict=True)
         ]
         verdicts = self._ask(asked, rows)
+        self._unscored = self._none_unscored()
         scores = [
             self._score(row, answer, verdicts.get(place))
             for place, (row, answer) in enumerate(zip(rows, texts["answers"], strict=True))
@@ -156,8 +157,7 @@ class JudgeWorker:
     def take_metrics(self) -> dict[str, float]:
         """Return the `COUNTS` of verdicts since the last call; {} on ranks whose results are not collected."""
         counts, self._counts = self._counts, Counter()
-        prefix = f"{self._section}/{self._term}_" if self._term else f"{self._section}/"
-        return {f"{prefix}{count}": float(counts[count]) for count in COUNTS} if self._is_source else {}
+        return {f"{self._prefix}{count}": float(counts[count]) for count in COUNTS} if self._is_source else {}
 
     def close(self) -> None:
         """End the parser's process."""
@@ -190,6 +190,9 @@ class JudgeWorker:
         )
         return verdicts
 
+    def _none_unscored(self) -> DroppedRows:
+        return DroppedRows(f"{self._prefix}unparsed, {self._prefix}long_prompts")
+
     def _score(self, row: int, answer: str, verdicts: list[str] | None) -> float:
         """Return the score of one response, NaN if it is dropped."""
         judge = self._judge
@@ -209,5 +212,5 @@ class JudgeWorker:
         )
         if judge.on_unparsed == "fail":
             raise DataError(message)
-        _logger.info(message)
+        self._unscored.warn(message)
         return judge.unparsed_score if judge.on_unparsed == "score" else DROPPED

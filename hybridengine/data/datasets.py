@@ -22,7 +22,8 @@ from hybridengine.errors import DataError
 from hybridengine.rows.images import IMAGES, image_row
 
 EPISODE_ROWS = "episode_rows"
-"""Column of the data's rows as JSON, for functions of episodes: `number`, `prompt` and `answer`."""
+"""Column of the data's rows as JSON, for functions of episodes: `number`, `prompt` and `answer`; and `place`, its file
+and line, for messages."""
 TOKENIZED_AT_ONCE = 4096
 MAX_CHARACTERS_PER_TOKEN = 256
 """Twice the longest tokens of known vocabularies, runs of spaces: a text with more characters per token is too long."""
@@ -72,8 +73,8 @@ class PromptDataset:
     ) -> None:
         """Read and tokenise a JSONL or parquet file; raise DataError for malformed rows or prompts that are too long.
 
-        With `json_column`, batches have the rows themselves in a column of this name: JSON objects with `number`,
-        `prompt` and `answer`.
+        With `json_column`, batches have the rows themselves in a column of this name: JSON objects with `place`,
+        `number`, `prompt` and `answer`.
         """
         rows = read_rows(path)
         self.max_prompt_tokens = max_prompt_tokens
@@ -114,7 +115,8 @@ class PromptDataset:
 
     def _json(self, number: int) -> str:
         row = self._rows[number]
-        return json.dumps({"number": number, "prompt": row.prompt, "answer": row.answer})
+        found = {"place": row.place, "number": number, "prompt": row.prompt, "answer": row.answer}
+        return json.dumps(found)
 
 
 def prompts_digest(prompts: PromptDataset, seed: int, numbers: Sequence[int]) -> str:

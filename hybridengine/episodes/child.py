@@ -158,9 +158,7 @@ class _Episodes:
             kind = "result"
             reward, metrics, trained = client.check_result(returned)
             kind = ""
-        except asyncio.CancelledError:
-            return  # dropped
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # also a panic of Rust, or the cancellation of a task that it awaited
             if isinstance(error, TimeoutError) and deadline.expired():
                 kind, text = "deadline", f"it did not end within deadline_s={self._limits.deadline_s:g} s"
             else:
@@ -190,7 +188,9 @@ def load_function(path: str) -> Function:
 
 
 def _failure(error: BaseException, kind: str) -> tuple[str, str]:
-    """Return the kind and the description of an error that has ended an episode."""
+    """Return the kind and the description of an error that has ended an episode; of a group's, the first one's."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     if isinstance(error, TokenLimitError | TurnLimitError):
         return "tokens" if isinstance(error, TokenLimitError) else "turns", str(error)
     if kind == "result":
@@ -201,10 +201,10 @@ def _failure(error: BaseException, kind: str) -> tuple[str, str]:
 
 
 def _described(error: BaseException) -> str:
-    """Return an error with its place in user code, shortened."""
+    """Return an error on one line with its place in user code, shortened."""
     inside = (__file__, client_module.__file__)
     frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename not in inside]
-    reason = "".join(traceback.format_exception_only(error)).strip()
+    reason = " ".join(" ".join(traceback.format_exception_only(error)).split())
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     text = f"{reason}{place}"
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]} ... {text[-MAX_TEXT // 2 :]}"

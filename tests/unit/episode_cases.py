@@ -10,6 +10,10 @@ from pathlib import Path
 from hybridengine.episodes import Client, Result, Row, Turn
 
 
+class Panic(BaseException):
+    """An error that is no `Exception`, as panics of libraries in Rust are."""
+
+
 async def does_what_the_answer_says(client: Client, row: Row) -> object:
     """Draw one turn, and then fail or succeed in the way of the row's answer."""
     turn = await client.generate(max_tokens=2)
@@ -29,6 +33,15 @@ async def does_what_the_answer_says(client: Client, row: Row) -> object:
             raise ValueError("that is wrong")
         case ["exit"]:
             raise SystemExit(3)
+        case ["panic"]:
+            raise Panic("first line\nsecond line")
+        case ["cancel"]:
+            task = asyncio.create_task(asyncio.sleep(3600))
+            task.cancel()
+            await task
+        case ["group"]:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(client.generate(stop=""))
         case ["sleep"]:
             await asyncio.sleep(3600)
         case ["swallow"]:

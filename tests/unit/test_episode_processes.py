@@ -124,6 +124,9 @@ def test_no_more_than_max_running_at_once(talking: Episodes) -> None:
 FAILURES = {
     "raise": ("raised", 1, r"it raised ValueError: that is wrong \(.*episode_cases\.py, line \d+\)"),
     "exit": ("raised", 1, r"it raised SystemExit: 3"),
+    "panic": ("raised", 1, r"it raised .*Panic: first line second line \("),
+    "cancel": ("raised", 1, r"it raised asyncio\.exceptions\.CancelledError \("),
+    "group": ("raised", 1, r"it raised .*EpisodeError: stop=.. must be texts"),
     "sleep": ("deadline", 1, r"it did not end within deadline_s=10 s"),
     "long": ("tokens", 1, r"1000 tokens were added where \d+ of rollout\.max_response_tokens=64 are left"),
     "turns": ("turns", 8, r"turn 8 exceeds rollout\.episode\.max_turns=8"),

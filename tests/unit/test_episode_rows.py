@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from tensordict import TensorDict
 from hybridengine.algorithms.across import ONE_PROCESS
 from hybridengine.config import load_config
 from hybridengine.config.sections import StalenessSection
+from hybridengine.data.datasets import EPISODE_ROWS, PromptDataset
 from hybridengine.data.rewards import episode_scores
+from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from hybridengine.drivers.advantages import rollout_metrics
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.episodes.wire import FAILURES, Ended
@@ -204,3 +207,11 @@ def test_metrics_count_tokens_that_were_drawn() -> None:
     }
     assert metrics["episode/reward_mean"] == pytest.approx(0.5 / 3)
     assert metrics["episode/tries_mean"] == 1.5
+
+
+def test_rows_of_episodes_tell_their_file_and_line(tmp_path: Path) -> None:
+    file = tmp_path / "held_out.jsonl"
+    file.write_text(json.dumps({"prompt": "1 + 2", "answer": "3"}) + "\n")
+    prompts = PromptDataset(file, build_arithmetic_tokenizer(), 16, json_column=EPISODE_ROWS)
+    found = json.loads(prompts.rows([0])[EPISODE_ROWS][0])
+    assert found == {"place": f"{file}, line 1", "number": 0, "prompt": "1 + 2", "answer": "3"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,13 @@ import pytest
 
 from hybridengine.config import load_config
 from hybridengine.config.judge_section import JudgeSection, MessageSection
+from hybridengine.data.dropped_rows import MOST_NAMED, DroppedRows
 from hybridengine.data.judging import JudgePrompts, Verdicts, check_judge
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from hybridengine.errors import ConfigError, DataError
 from tests.unit.test_checkpoint_files import CONFIG, write_checkpoint
 from tests.unit.test_config import problems_of
+from workers.judge import JudgeWorker
 
 
 @pytest.fixture(scope="module")
@@ -213,3 +217,25 @@ def test_a_judge_in_a_configuration(judged: Path) -> None:
 def test_invalid_judges(judged: Path, overrides: str, message: str) -> None:
     found = problems_of(judged, f"reward.{overrides}")
     assert any(message in text for text in found), found
+
+
+def unscored(section: JudgeSection) -> JudgeWorker:
+    """Return a judge's worker that needs no engine."""
+    worker = object.__new__(JudgeWorker)
+    worker._key, worker._judge, worker._counts = "reward.judge", section, Counter()
+    worker._verdicts, worker._unscored = Verdicts("reward.judge", section, 1.0, 1.0), DroppedRows("unparsed")
+    return worker
+
+
+def test_verdicts_that_cannot_be_parsed(caplog: pytest.LogCaptureFixture) -> None:
+    worker = unscored(judge())
+    for row in range(2 * MOST_NAMED):
+        assert math.isnan(worker._score(row, "6", ["fine", "good"]))
+    assert worker._score(99, "6", ["fine", "4"]) == 4.0
+    assert worker._counts["unparsed"] == 4 * MOST_NAMED + 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * MOST_NAMED
+    assert 'reward.judge, row 0: the verdict "fine" has no valid score' in caplog.messages[0]
+    assert caplog.messages[-1].endswith("further ones are only counted (unparsed)")
+    assert unscored(judge(on_unparsed="score", unparsed_score=-1.0))._score(0, "6", None) == -1.0
+    with pytest.raises(DataError, match=r"reward\.judge, row 3: the judge's prompt is too long"):
+        unscored(judge(on_unparsed="fail"))._score(3, "6", None)

@@ -27,7 +27,9 @@ def draw_episodes(rank: int, run: RunConfig, folder: Path) -> dict[str, Any]:
     take_place(rank)
     actor = Group(run, "actor", ActorWorker, rank, folder=folder, stop_token_ids=(STOP_TOKEN,))
     prompts = rollout_of(run).select("prompt_tokens", "prompt_lengths")
-    rows = [{"number": row, "prompt": "1", "answer": str(row)} for row in range(NUM_ROWS)]
+    rows = [
+        {"place": f"row {row}", "number": row, "prompt": "1", "answer": str(row)} for row in range(NUM_ROWS)
+    ]
     prompts[EPISODE_ROWS] = NonTensorStack(*map(json.dumps, rows))
     prompts[ROW_NUMBERS] = torch.arange(NUM_ROWS)
     actor.call("start_training")
