@@ -23,6 +23,14 @@ def lengths(responses: Texts, answers: Texts) -> list[int]:
     return [len(response) for response in responses]
 
 
+def grade(verdicts: Texts, answers: Texts) -> list[float]:
+    """Return the grade of a verdict in JSON, plus 100 times the answer."""
+    return [
+        json.loads(verdict)["grade"] + 100 * int(answer)
+        for verdict, answer in zip(verdicts, answers, strict=True)
+    ]
+
+
 def sum_of_both(responses: Texts, answers: Texts) -> list[float]:
     return [
         float(response) + 0.5 * float(answer) for response, answer in zip(responses, answers, strict=True)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +9,11 @@ import pytest
 
 from hybridengine.config import load_config
 from hybridengine.config.judge_section import JudgeSection, MessageSection
-from hybridengine.data.dropped_rows import MOST_NAMED, DroppedRows
 from hybridengine.data.judging import JudgePrompts, Verdicts, check_judge
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
 from hybridengine.errors import ConfigError, DataError
 from tests.unit.test_checkpoint_files import CONFIG, write_checkpoint
 from tests.unit.test_config import problems_of
-from workers.judge import JudgeWorker
 
 
 @pytest.fixture(scope="module")
@@ -87,16 +81,8 @@ def test_verdicts(keys: dict[str, Any], verdict: str, score: float | None) -> No
     assert Verdicts("reward.judge", judge(**keys), 5, 60).score(verdict, "1") == score
 
 
-def grade(verdicts: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """Return the grade of a verdict in JSON, plus 100 times the answer."""
-    return [
-        json.loads(verdict)["grade"] + 100 * int(answer)
-        for verdict, answer in zip(verdicts, answers, strict=True)
-    ]
-
-
 def test_a_function_reads_verdicts(folder: Path) -> None:
-    section = judge(regex="", parser="tests.unit.test_judging:grade", range=(0, 500))
+    section = judge(regex="", parser="tests.unit.reward_cases:grade", range=(0, 500))
     verdicts = Verdicts("reward.judge", section, 30, 300)
     verdicts.start()
     try:
@@ -108,9 +94,9 @@ def test_a_function_reads_verdicts(folder: Path) -> None:
         verdicts.close()
     assert found == [302.0, None, None, 301.5]
     with pytest.raises(
-        DataError, match=r"^reward\.judge\.parser=tests\.unit\.test_judging:none cannot be imported"
+        DataError, match=r"^reward\.judge\.parser=tests\.unit\.reward_cases:none cannot be imported"
     ):
-        check_judge("reward.judge", judge(regex="", parser="tests.unit.test_judging:none"), folder, 300)
+        check_judge("reward.judge", judge(regex="", parser="tests.unit.reward_cases:none"), folder, 300)
 
 
 def test_a_judge_is_checked_with_its_tokenizer(folder: Path, tmp_path: Path) -> None:
@@ -217,25 +203,3 @@ def test_a_judge_in_a_configuration(judged: Path) -> None:
 def test_invalid_judges(judged: Path, overrides: str, message: str) -> None:
     found = problems_of(judged, f"reward.{overrides}")
     assert any(message in text for text in found), found
-
-
-def unscored(section: JudgeSection) -> JudgeWorker:
-    """Return a judge's worker that needs no engine."""
-    worker = object.__new__(JudgeWorker)
-    worker._key, worker._judge, worker._counts = "reward.judge", section, Counter()
-    worker._verdicts, worker._unscored = Verdicts("reward.judge", section, 1.0, 1.0), DroppedRows("unparsed")
-    return worker
-
-
-def test_verdicts_that_cannot_be_parsed(caplog: pytest.LogCaptureFixture) -> None:
-    worker = unscored(judge())
-    for row in range(2 * MOST_NAMED):
-        assert math.isnan(worker._score(row, "6", ["fine", "good"]))
-    assert worker._score(99, "6", ["fine", "4"]) == 4.0
-    assert worker._counts["unparsed"] == 4 * MOST_NAMED + 1
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * MOST_NAMED
-    assert 'reward.judge, row 0: the verdict "fine" has no valid score' in caplog.messages[0]
-    assert caplog.messages[-1].endswith("further ones are only counted (unparsed)")
-    assert unscored(judge(on_unparsed="score", unparsed_score=-1.0))._score(0, "6", None) == -1.0
-    with pytest.raises(DataError, match=r"reward\.judge, row 3: the judge's prompt is too long"):
-        unscored(judge(on_unparsed="fail"))._score(3, "6", None)
