@@ -125,7 +125,6 @@ class JudgeWorker:
         self._engine = JudgeEngine(context, run, folder, name, term)
         self._is_source = context.rank in PROTO_3D.source_ranks(context.topology)
         self._counts = Counter[str]()
-        self._unscored = self._none_unscored()
 
     @register(PROTO_3D, [*SEQUENCE_COLUMNS, "answers", ROW_NUMBERS], returns_rows=True)
     def compute_scores(self, rollout: TensorDictBase) -> TensorDict:
@@ -146,9 +145,9 @@ class JudgeWorker:
             for prompt, response, answer in zip(prompts, texts["responses"], texts["answers"], strict=True)
         ]
         verdicts = self._ask(asked, rows)
-        self._unscored = self._none_unscored()
+        unscored = DroppedRows(f"{self._prefix}unparsed, {self._prefix}long_prompts")
         scores = [
-            self._score(row, answer, verdicts.get(place))
+            self._score(row, answer, verdicts.get(place), unscored)
             for place, (row, answer) in enumerate(zip(rows, texts["answers"], strict=True))
         ]
         return scored_rows(self._column, torch.tensor(scores, dtype=torch.float32))
@@ -190,10 +189,7 @@ class JudgeWorker:
         )
         return verdicts
 
-    def _none_unscored(self) -> DroppedRows:
-        return DroppedRows(f"{self._prefix}unparsed, {self._prefix}long_prompts")
-
-    def _score(self, row: int, answer: str, verdicts: list[str] | None) -> float:
+    def _score(self, row: int, answer: str, verdicts: list[str] | None, unscored: DroppedRows) -> float:
         """Return the score of one response, NaN if it is dropped."""
         judge = self._judge
         scores = [self._verdicts.score(verdict, answer) for verdict in verdicts or ()]
@@ -212,5 +208,5 @@ class JudgeWorker:
         )
         if judge.on_unparsed == "fail":
             raise DataError(message)
-        self._unscored.warn(message)
+        unscored.warn(message)
         return judge.unparsed_score if judge.on_unparsed == "score" else DROPPED
