@@ -191,8 +191,8 @@ def draw(curves: Mapping[str, Sequence[SeedRun]], file: Path) -> None:
                 axes.plot(ends, [part.expected] * 2, color=INK, linewidth=0.8)
                 axes.fill_between(
                     ends,
-                    part.expected - part.tolerance,
-                    part.expected + part.tolerance,
+                    max(0.0, part.expected - part.tolerance),
+                    min(1.0, part.expected + part.tolerance),  # rewards are shares
                     color=INK,
                     alpha=0.08,
                 )
