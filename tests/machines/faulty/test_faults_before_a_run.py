@@ -221,3 +221,20 @@ def test_an_interface_that_leads_nowhere(tmp_path: Path, warm_ray: dict[str, str
     cut_off = f"{addresses[1]}: the node does not answer: 10.77.0.1 cannot connect to it ("
     given_up = f"10.77.0.1 with 2 CPUs and 0 GPUs; {addresses[1]} (host second), which no longer answers Ray"
     assert cut_off in found.console or given_up in found.console, found.console
+
+
+def test_a_firewall_between_the_hosts_of_ranks(tmp_path: Path, warm_ray: dict[str, str]):
+    """Both reach the head node, which has no ranks of the run and on which the doctor runs."""
+    with joined_hosts(["head", *NAMES], shared=[tmp_path, warm_folder(warm_ray)]) as network:
+        cluster = RayCluster(network.hosts[:1], warm_ray, num_cpus=0)
+        for host in network.hosts[1:]:
+            cluster.join(host, num_cpus=2)
+        network.block(("first", "second"))
+        found = examine(cluster, tmp_path)
+    assert found.status == 1
+    told = found.told("ports", "problem")
+    for node, other in (("10.77.0.2", "10.77.0.3"), ("10.77.0.3", "10.77.0.2")):
+        (text,) = told.pop(node)
+        assert text.startswith(f"a port of {other} cannot be reached ("), found.console
+    assert told == {}, found.console
+    assert found.told("links", "warning") == {"": ["no ranks were started: nodes do not reach each other"]}
