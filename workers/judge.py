@@ -23,7 +23,7 @@ from hybridengine.data.dropped_rows import DroppedRows
 from hybridengine.data.judging import JudgePrompts, Verdicts
 from hybridengine.data.rewards import DROPPED, reward_texts, score_column, scored_rows
 from hybridengine.data.tokenizer import load_tokenizer
-from hybridengine.errors import DataError, shown
+from hybridengine.errors import DataError
 from hybridengine.models.shapes import ModelShape
 from hybridengine.rows.micro_batches import SEQUENCE_COLUMNS
 from hybridengine.rows.protocols import ONE_TO_ALL, PROTO_3D, ROW_NUMBERS, RankContext, register
@@ -192,21 +192,22 @@ class JudgeWorker:
     def _score(self, row: int, answer: str, verdicts: list[str] | None, unscored: DroppedRows) -> float:
         """Return the score of one response, NaN if it is dropped."""
         judge = self._judge
-        scores = [self._verdicts.score(verdict, answer) for verdict in verdicts or ()]
-        valid = [score for score in scores if score is not None]
-        self._counts.update(unparsed=len(scores) - len(valid))
-        if valid:
-            return sum(valid) / len(valid)
-        text = (
-            f"the verdict {shown(verdicts[0])} has no valid score"
-            if verdicts
-            else "the judge's prompt is too long"
-        )
-        limit = "the template, regex or range" if verdicts else f"max_prompt_tokens={judge.max_prompt_tokens}"
-        message = (
-            f"{self._key}, row {row}: {text}; look at {limit}, or choose another {self._key}.on_unparsed"
-        )
+        scores, failures = [], []
+        for verdict in verdicts or ():
+            try:
+                scores.append(self._verdicts.score(verdict, answer, row))
+            except DataError as error:
+                failures.append(error)
+        self._counts.update(unparsed=len(failures))
+        if scores:
+            return sum(scores) / len(scores)
+        if not failures:
+            text = (
+                f"the judge's prompt is too long; raise max_prompt_tokens={judge.max_prompt_tokens}, or choose another"
+                f" {self._key}.on_unparsed"
+            )
+            failures = [DataError(f"{self._key}, row {row}: {text}")]
         if judge.on_unparsed == "fail":
-            raise DataError(message)
-        unscored.warn(message)
+            raise failures[0]
+        unscored.warn(str(failures[0]))
         return judge.unparsed_score if judge.on_unparsed == "score" else DROPPED

@@ -10,7 +10,7 @@ from typing import Any
 from hybridengine.config.judge_section import JudgeSection
 from hybridengine.data.reward_process import RewardProcess
 from hybridengine.data.tokenizer import load_tokenizer
-from hybridengine.errors import ConfigError, DataError
+from hybridengine.errors import ConfigError, DataError, shown
 
 PLACES = re.compile(r"\{(prompt|response|answer)\}")
 
@@ -81,12 +81,17 @@ class Verdicts:
     """
 
     def __init__(self, key: str, judge: JudgeSection, timeout_s: float, start_timeout_s: float) -> None:
-        self._judge = judge
+        self._key, self._judge = key, judge
+        self._otherwise = f"choose another {key}.on_unparsed"
         self._regex = re.compile(judge.regex) if judge.regex else None
         self._parser = None
         if judge.parser is not None:
             self._parser = RewardProcess(
-                judge.parser, key=f"{key}.parser", timeout_s=timeout_s, start_timeout_s=start_timeout_s
+                judge.parser,
+                key=f"{key}.parser",
+                otherwise=self._otherwise,
+                timeout_s=timeout_s,
+                start_timeout_s=start_timeout_s,
             )
 
     def start(self) -> None:
@@ -94,22 +99,26 @@ class Verdicts:
         if self._parser is not None:
             self._parser.start()
 
-    def score(self, verdict: str, answer: str) -> float | None:
-        """Return the score of a verdict; None if it has no valid one."""
+    def score(self, verdict: str, answer: str, row: int) -> float:
+        """Return the score of a verdict on a row's response; raise DataError if it has no valid one."""
+        where = f"{self._key}, row {row}: the verdict {shown(verdict)} has no valid score"
         if self._parser is not None:
             try:
-                (score,) = self._parser.call({"responses": [verdict], "answers": [answer]})
-            except DataError:
-                return None
+                (score,) = self._parser.call({"responses": [verdict], "answers": [answer]}, [row])
+            except DataError as error:
+                raise DataError(f"{where}: {error}") from error
         else:
             assert self._regex is not None, "a judge has a regular expression or a function"
             *_, match = [None, *self._regex.finditer(verdict)]
             try:
                 score = float(match[1]) if match else math.nan
             except (TypeError, ValueError):  # a group that takes no part in the match, or not a number
-                return None
+                score = math.nan
         low, high = self._judge.range or (-math.inf, math.inf)
-        return score if math.isfinite(score) and low <= score <= high else None
+        if not (math.isfinite(score) and low <= score <= high):
+            reads = f"{self._key}.{'regex' if self._parser is None else 'parser'}"
+            raise DataError(f"{where}; look at the template, {reads} or the range, or {self._otherwise}")
+        return score
 
     def close(self) -> None:
         """End the function's process."""

@@ -37,6 +37,7 @@ class RewardProcess:
         path: "package.module:function".
         key: source of the path, for messages: "reward.function".
         offered: columns that callers can give in addition to responses and answers.
+        otherwise: remedy of a failed call beside a correction of the function; by default the section's `on_failure`.
         start_timeout_s: time limit of a start, including the imports of the function's module.
     """
 
@@ -46,12 +47,15 @@ class RewardProcess:
         *,
         key: str = "reward.function",
         offered: Sequence[str] = (),
+        otherwise: str | None = None,
         timeout_s: float = 60.0,
         start_timeout_s: float = 600.0,
         memory_bytes: int | None = None,
     ) -> None:
         self.path, self.key, self.timeout_s = path, key, timeout_s
         self._offered = tuple(offered)
+        section = key.partition(".")[0]
+        self._otherwise = otherwise or f"let {section}.on_failure retry or drop the rows"
         self._start_timeout_s, self._memory_bytes = start_timeout_s, memory_bytes
         self._process: GuardedProcess | None = None
         self._columns: tuple[str, ...] = ()
@@ -103,7 +107,7 @@ class RewardProcess:
             remedy = f"raise {section}.timeout_s, lower {section}.rows_per_call, {remedy}"
         if row is not None and len(rows) > 1:
             where = f"row {rows[row]}" if kind == "wrong" else f"{where}, with row {rows[row]} at hand"
-        message = f"{self.key}={self.path}, {where}: {text}; {remedy}, or let {section}.on_failure retry or drop the rows"
+        message = f"{self.key}={self.path}, {where}: {text}; {remedy}, or {self._otherwise}"
         raise (RewardTimeoutError if kind == LATE else DataError)(f"{message}\n{trace}".rstrip())
 
     def close(self) -> None:

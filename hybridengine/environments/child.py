@@ -18,6 +18,9 @@ from hybridengine.errors import DataError
 
 DRAWS_PER_ROW = 50
 """Prompts drawn per requested row, after which the environment is considered to have too few different ones."""
+REPEATS, LEAST_REPEATS = 10, 1000
+"""Draws in a row without a new prompt, per prompt found and at least, after which no others are expected: one of N
+equally likely ones would be missed with a chance of (1 - 1/N)^(10 N) < 1e-4."""
 MAX_TEXT = 2000
 """Characters of an error's text that are sent."""
 HTTP_PACKAGES = ("requests", "urllib3", "httpx", "aiohttp", "huggingface_hub")
@@ -51,10 +54,14 @@ def different_rows(environment: Environment, seed: int, wanted: int) -> list[dic
     found: dict[str, dict[str, Any]] = {}
     most = wanted * DRAWS_PER_ROW
     prompts: Iterator[Prompt] = environment.prompts(seed, most)
+    repeats = 0
     for prompt in itertools.islice(prompts, most):
+        repeats = repeats + 1 if prompt.key in found else 0
         found.setdefault(prompt.key, {"prompt": prompt.prompt, "answer": prompt.answer})
         if len(found) == wanted:
             return [*found.values()]
+        if repeats == max(LEAST_REPEATS, REPEATS * len(found)):
+            break
     raise DataError(
         f"has {len(found)} different prompts, and train_rows + eval_rows is {wanted}; lower them, or change its options"
     )

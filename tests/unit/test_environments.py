@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterator, Mapping
 from itertools import islice
+from random import Random
 from typing import Any
 
 import gymnasium
@@ -14,6 +16,7 @@ import reasoning_gym
 from hybridengine.environments.child import different_rows
 from hybridengine.environments.environment import Environment, Prompt, load_environment
 from hybridengine.environments.gymnasium import plain_text
+from hybridengine.episodes.client import Client, Result, Row
 from hybridengine.errors import DataError
 from tests.unit.byte_episodes import played
 
@@ -71,6 +74,32 @@ def test_rows_are_different_and_those_of_seeds_are_disjoint() -> None:
     assert not texts[0] & texts[1]
     with pytest.raises(DataError, match=r"has \d+ different prompts, and train_rows \+ eval_rows is 1000"):
         different_rows(environment, 0, 1000)
+
+
+class Dice:
+    """Draws one of 200 prompts; some are found only after hundreds of draws."""
+
+    def __init__(self, name: str, options: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        self.drawn: list[int] = []
+
+    def prompts(self, seed: int, count: int) -> Iterator[Prompt]:
+        random = Random(seed)
+        for _ in range(count):
+            self.drawn.append(random.randrange(200))
+            yield Prompt(f"{self.drawn[-1]}", None, f"{self.drawn[-1]}")
+
+    async def play(self, client: Client, row: Row, answer: Any) -> Result:
+        raise AssertionError("never played")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_prompts_are_drawn_in_vain(seed: int) -> None:
+    dice = Dice("dice", {}, {})
+    with pytest.raises(
+        DataError, match=r"^has 200 different prompts, and train_rows \+ eval_rows is 100000;"
+    ):
+        different_rows(dice, seed, 100_000)
+    assert len(dice.drawn) < 5000
 
 
 # ---- Gymnasium ----

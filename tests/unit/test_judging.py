@@ -78,7 +78,14 @@ def test_long_prompts_are_not_sent(folder: Path) -> None:
     ],
 )
 def test_verdicts(keys: dict[str, Any], verdict: str, score: float | None) -> None:
-    assert Verdicts("reward.judge", judge(**keys), 5, 60).score(verdict, "1") == score
+    verdicts = Verdicts("reward.judge", judge(**keys), 5, 60)
+    if score is not None:
+        assert verdicts.score(verdict, "1", 8) == score
+        return
+    with pytest.raises(
+        DataError, match=r"^reward\.judge, row 8: the verdict \".* has no valid score; look at the"
+    ):
+        verdicts.score(verdict, "1", 8)
 
 
 def test_a_function_reads_verdicts(folder: Path) -> None:
@@ -86,13 +93,23 @@ def test_a_function_reads_verdicts(folder: Path) -> None:
     verdicts = Verdicts("reward.judge", section, 30, 300)
     verdicts.start()
     try:
-        found = [
-            verdicts.score(text, "3")
-            for text in ('{"grade": 2}', "grade 2", '{"grade": 400}', '{"grade": 1.5}')
-        ]
+        assert [verdicts.score(f'{{"grade": {grade}}}', "3", 8) for grade in (2, 1.5)] == [302.0, 301.5]
+        with pytest.raises(
+            DataError, match=r"look at the template, reward\.judge\.parser or the range, or choose"
+        ):
+            verdicts.score('{"grade": 400}', "3", 8)
+        with pytest.raises(DataError) as failed:
+            verdicts.score("grade 2", "3", 8)
     finally:
         verdicts.close()
-    assert found == [302.0, None, None, 301.5]
+    first_line, *trace = str(failed.value).splitlines()
+    parser = "reward.judge.parser=tests.unit.reward_cases:grade"
+    assert first_line == (
+        f'reward.judge, row 8: the verdict "grade 2" has no valid score: {parser}, row 8: raised'
+        " json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0); correct the function, or choose"
+        " another reward.judge.on_unparsed"
+    )
+    assert "in grade" in "".join(trace)
     with pytest.raises(
         DataError, match=r"^reward\.judge\.parser=tests\.unit\.reward_cases:none cannot be imported"
     ):
