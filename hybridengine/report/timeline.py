@@ -36,8 +36,8 @@ _logger = logging.getLogger(__name__)
 _ENCODER = msgspec.json.Encoder()
 
 
-@dataclass(frozen=True)
-class Span:
+# A step of a thousand ranks has tens of thousands of these, which the garbage collector need not follow.
+class Span(msgspec.Struct, frozen=True, gc=False):
     """Work of a rank from one moment to another: one bar of the timeline."""
 
     name: str
@@ -60,8 +60,7 @@ class Span:
         return _row(self.pool, self.rank)
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(msgspec.Struct, frozen=True, gc=False):
     """Value of a rank at one moment, such as its bytes of memory: one point of a counter."""
 
     name: str
@@ -74,6 +73,35 @@ class Reading:
     @property
     def row(self) -> str:
         return _row(self.pool, self.rank)
+
+
+class _BarArgs(msgspec.Struct, omit_defaults=True, gc=False):
+    role: str
+    step: int | None = None
+
+
+class _Bar(msgspec.Struct, tag_field="ph", tag="X", gc=False):
+    name: str
+    cat: str
+    pid: int
+    tid: int
+    ts: int
+    dur: int
+    args: _BarArgs
+
+
+class _PointArgs(msgspec.Struct, gc=False):
+    value: float
+
+
+class _Point(msgspec.Struct, tag_field="ph", tag="C", gc=False):
+    name: str
+    id: str
+    """Distinguishes the counters of a process."""
+    pid: int
+    tid: int
+    ts: int
+    args: _PointArgs
 
 
 @dataclass(frozen=True)
@@ -138,15 +166,14 @@ class TimelineWriter:
     def write(self, spans: Iterable[Span], readings: Iterable[Reading] = ()) -> None:
         """Append spans and readings, in any order; raise OutputError if the file cannot be written."""
         spans, readings = list(spans), list(readings)
-        events = self._names([*spans, *readings])
+        events: list[Event | _Bar | _Point] = [*self._names([*spans, *readings])]
         for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
             start_us, end_us = round(span.start_s * 1e6), round(span.end_s * 1e6)
-            args = {"role": span.role} | ({} if span.step is None else {"step": span.step})
-            event = {"ph": "X", "name": span.name, "cat": span.phase, **self._numbers(span)}
-            events.append(event | {"ts": start_us, "dur": max(0, end_us - start_us), "args": args})
-        for one in readings:  # the id distinguishes the counters of a process
-            event = {"ph": "C", "name": one.name, "id": one.row, **self._numbers(one)}
-            events.append(event | {"ts": round(one.time_s * 1e6), "args": {"value": one.value}})
+            lasted_us, args = max(0, end_us - start_us), _BarArgs(span.role, span.step)
+            events.append(_Bar(span.name, span.phase, *self._numbers(span), start_us, lasted_us, args))
+        for one in readings:
+            time_us, args = round(one.time_s * 1e6), _PointArgs(one.value)
+            events.append(_Point(one.name, one.row, *self._numbers(one), time_us, args))
         self._append(events)
 
     def close(self) -> None:
@@ -169,11 +196,11 @@ class TimelineWriter:
             events += [{"ph": "M", "name": name, **numbers, "args": args} for name, args in names.items()]
         return events
 
-    def _numbers(self, one: Span | Reading) -> dict[str, int]:
-        """Return the process and thread of a rank as fields of an event."""
-        return {"pid": self._pids[one.node], "tid": self._tids[one.node, one.pool, one.rank]}
+    def _numbers(self, one: Span | Reading) -> tuple[int, int]:
+        """Return the process and thread of a rank."""
+        return self._pids[one.node], self._tids[one.node, one.pool, one.rank]
 
-    def _append(self, events: list[Event]) -> None:
+    def _append(self, events: Sequence[Event | _Bar | _Point]) -> None:
         lines = b",\n".join(map(_ENCODER.encode, events))
         before = b"[\n" if self._end == 0 else b",\n" if lines else b""
         with writing(self._path):

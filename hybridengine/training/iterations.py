@@ -201,10 +201,11 @@ def call_metrics(
     for (phase, _), total in by_pool.items():  # engines make the same calls at the same time
         key = keys.time_key(phase)
         seconds[key] = max(seconds.get(key, 0.0), total)
-    held = defaultdict[str, int](int)
+    held = dict[str, int]()
     for by_name in (by_name for record in records for by_name in record.held_bytes.values()):
         for name, num_bytes in by_name.items():
-            held[keys.memory_key(name)] = max(held[keys.memory_key(name)], num_bytes)
+            if num_bytes > held.get(name, -1):
+                held[name] = num_bytes
     spans = sorted(span for record in records for span in record.spans.values())
     busy, last = 0.0, begin
     for start, stop in spans:
@@ -214,7 +215,7 @@ def call_metrics(
         **seconds,
         **_idle_shares(records, end - begin, pools),
         **edges,
-        **held,
+        **{keys.memory_key(name): num_bytes for name, num_bytes in held.items()},
         keys.TRANSFER_BYTES: sum(edges.values()),
         keys.PAYLOAD_BYTES: payload_bytes,
         keys.OVERHEAD_S: end - begin - busy,
