@@ -261,3 +261,8 @@ def _files(config: RunConfig) -> Iterator[Conflict]:
         yield Conflict(
             f"model.tokenizer={tokenizer} is not a folder; {paths_hint(tokenizer)}", ("model.tokenizer",)
         )
+    template = config.model.chat_template
+    if template is not None and not Path(template).is_file():
+        yield Conflict(
+            f"model.chat_template={template} is not a file; {paths_hint(template)}", ("model.chat_template",)
+        )

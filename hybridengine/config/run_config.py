@@ -51,7 +51,7 @@ SCORERS: tuple[Role, ...] = ("reward", "cost")
 """Roles that score responses with functions, models or both."""
 CALLS_FILE = "calls.jsonl"
 """File of an asynchronous run with the order of its engines' calls."""
-PATH_KEYS = ("folder", "path", "tokenizer", "train_file", "eval_file", "key_file")
+PATH_KEYS = ("folder", "path", "tokenizer", "chat_template", "train_file", "eval_file", "key_file")
 """Keys of any section that hold paths which ranks read or write."""
 
 
@@ -256,7 +256,12 @@ class RunConfig(Section):
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Tokenizer folder."""
+        """Tokenizer folder; with `model.chat_template`, the path at which the tokenizer is written with that template."""
+        return self.run_folder / "tokenizer" if self.model.chat_template else self.given_tokenizer_folder
+
+    @property
+    def given_tokenizer_folder(self) -> Path:
+        """Tokenizer folder that the run starts from."""
         return Path(self.model.tokenizer) if self.model.tokenizer else self.model_folder
 
     @property

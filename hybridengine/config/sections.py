@@ -124,6 +124,8 @@ class ModelSection(Section):
     config.json. `gguf` requires a config.json."""
     tokenizer: PathText | None = None
     """Tokenizer folder; the checkpoint's own by default."""
+    chat_template: PathText | None = None
+    """Jinja file with the template of prompts, in place of the tokenizer's own, which base models lack."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in training and in generation."""
 

@@ -204,12 +204,15 @@ def _prompt_texts(
             text: Any = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
             text.encode()
             texts.append(text)
-        except jinja2.TemplateError as error:
-            problems.append(f"{row.place}: the chat template refuses the prompt ({error}); correct its roles")
-        except Exception as error:  # arithmetic, types, the sandbox's own limits
+        except Exception as error:  # also arithmetic, types, the sandbox's own limits
+            if isinstance(error, jinja2.TemplateError) and not isinstance(error, jinja2.TemplateSyntaxError):
+                problems.append(
+                    f"{row.place}: the chat template refuses the prompt ({error}); correct its roles"
+                )
+                continue
             template = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
             reason = f"{type(error).__name__}: {error}"
-            problems.append(f"{row.place}: {template} fails ({reason}); correct it in the tokenizer's folder")
+            problems.append(f"{row.place}: {template} fails ({reason}); correct it")
     raise_listed(problems)
     return texts
 

@@ -108,7 +108,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     if not tokenizer.chat_template:
         problems.append(
             f"tokenizer {name} has no chat template, prompts are chat messages;"
-            f" set chat_template in {settings} or add chat_template.jinja beside it"
+            f" set chat_template in {settings}, add chat_template.jinja beside it, or name a file in model.chat_template"
         )
     raise_all(problems, DataError)
 

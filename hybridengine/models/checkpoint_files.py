@@ -29,13 +29,15 @@ MODEL_COMPANIONS = (
     "LICENSE.md",
 )
 """Files next to the weights that describe them; README.md is the model card."""
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+"""Template beside a tokenizer, which transformers prefers to that of tokenizer_config.json."""
 TOKENIZER_COMPANIONS = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE_FILE,
     "vocab.json",
     "merges.txt",
 )

@@ -32,7 +32,7 @@ from hybridengine.serving.room import Limits, Room
 from hybridengine.serving.store import Store
 from hybridengine.serving.tinker_app import create_app
 from hybridengine.training.dry_run import cost_of, layout_lines
-from hybridengine.training.files import keep_config, stop_token_ids, vocabulary_problems
+from hybridengine.training.files import keep_config, stop_token_ids, vocabulary_problems, write_tokenizer
 from hybridengine.training.run import local_problems
 
 ANSWERING_S = 10.0
@@ -53,6 +53,7 @@ def serve(config: RunConfig) -> None:
     with contextlib.ExitStack() as ends:
         ends.enter_context(run_lock(config.run_folder, lambda text: say(f"warning: {text}")))
         shape = check_weights(config.model_folder)
+        write_tokenizer(config)
         tokenizer = load_tokenizer(config.tokenizer_folder, pad_with_eos=True)
         raise_all(
             vocabulary_problems(config, tokenizer, f"the model {config.model_folder}", shape.vocab_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ from hybridengine.environments.files import write_environment_files
 from hybridengine.episodes.processes import check_episode
 from hybridengine.errors import CheckpointError, ConfigError, DataError, raise_all, shown
 from hybridengine.files import read_object, writing
-from hybridengine.models.checkpoint_files import copy_companions
+from hybridengine.models.checkpoint_files import CHAT_TEMPLATE_FILE, copy_companions
 from hybridengine.models.shapes import ModelShape
 from hybridengine.report.step_rows import CONFIG_FILE
 
@@ -138,6 +139,7 @@ def prepare_files(config: RunConfig) -> RunFiles:
         elif config.data.environment is not None:
             _attempt(problems, write_environment_files, config)
             raise_all(problems, DataError)  # its files are missing otherwise
+        write_tokenizer(config)
     shape = _attempt(problems, check_weights, config.model_folder)
     tokenizer = _attempt(problems, load_tokenizer, config.tokenizer_folder, pad_with_eos=True)
     if shape is None or tokenizer is None:
@@ -158,6 +160,17 @@ def prepare_files(config: RunConfig) -> RunFiles:
     if not (config.run_folder / CONFIG_FILE).is_file():
         keep_config(config)
     return files
+
+
+def write_tokenizer(config: RunConfig) -> None:
+    """Write the tokenizer with the template of `model.chat_template` into the run's folder, if there is one."""
+    if config.model.chat_template is not None:
+        given, folder = config.given_tokenizer_folder, config.tokenizer_folder
+        with writing(folder):
+            copy_companions(
+                given, given, folder
+            )  # with config.json, which tells transformers the tokenizer's class
+            shutil.copyfile(config.model.chat_template, folder / CHAT_TEMPLATE_FILE)
 
 
 def keep_config(config: RunConfig) -> None:

@@ -16,7 +16,7 @@ from hybridengine.errors import ConfigError, DataError
 from hybridengine.families.registry import FAMILIES
 from hybridengine.models.presets import PRESETS
 from hybridengine.models.shapes import ModelShape
-from hybridengine.training.files import claim_run, prepare_files
+from hybridengine.training.files import RunFiles, claim_run, prepare_files
 from tests.unit.test_checkpoint_files import CONFIG, write_checkpoint
 from tests.unit.test_config import problems_of
 
@@ -28,6 +28,7 @@ def test_a_missing_checkpoint_and_missing_files(tmp_path: Path, from_checkpoint:
         "data.train_file=/no/train",
         "data.eval_file=no/eval",
         "model.tokenizer=/no/tokenizer",
+        "model.chat_template=/no/template",
         "critic.path=/no/critic",
         "warmup.file=/no/demonstrations",
     )
@@ -35,6 +36,7 @@ def test_a_missing_checkpoint_and_missing_files(tmp_path: Path, from_checkpoint:
         "critic.path=/no/critic is not a folder; name one that exists",
         f"data.eval_file=no/eval is not a file; name one that exists, relative paths start at {Path.cwd()}",
         "data.train_file=/no/train is not a file; name one that exists",
+        "model.chat_template=/no/template is not a file; name one that exists",
         "model.path=/no/model is not a folder; name one that exists",
         "model.tokenizer=/no/tokenizer is not a folder; name one that exists",
         "warmup.file=/no/demonstrations is not a file; name one that exists",
@@ -285,3 +287,43 @@ def test_what_belongs_to_the_weights_is_kept_from_the_beginning(
     for name in ("config.json", "generation_config.json", "README.md"):
         expected[name] = (first / name).read_bytes()
     assert kept == expected
+
+
+@pytest.mark.parametrize("has_one", [False, True])
+def test_a_template_of_the_run(
+    tmp_path: Path, built: Path, monkeypatch: pytest.MonkeyPatch, has_one: bool
+) -> None:
+    """For a tokenizer that has one or none; prompts and exports have it, and the tokenizer's folder stays as it is."""
+    monkeypatch.chdir(tmp_path)
+    first = prepare_files(claim_run(load_config(built, [*FEW_ROWS, "run.name=first"]))[0])
+    own = tmp_path / "runs" / "first" / "model"
+    if not has_one:
+        (own / "chat_template.jinja").unlink()
+    before = {file.name: file.read_bytes() for file in own.iterdir()}
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for one in messages %}{{ one.content }}={% endfor %}")
+    again = [*FEW_ROWS, "run.name=second", f"model.path={own}", "model.build=null"]
+    if not has_one:
+        with pytest.raises(DataError, match=r"no chat template.* or name a file in model\.chat_template"):
+            prepare_files(claim_run(load_config(built, [*again, "run.name=none"]))[0])
+    config, _ = claim_run(load_config(built, [*again, f"model.chat_template={template.name}"]))
+    files = prepare_files(config)
+    asked = {text.removeprefix("user") for text in texts_of(first)}
+    assert asked
+    assert set(texts_of(files)) == {f"{text}=" for text in asked}
+    assert {file.name: file.read_bytes() for file in own.iterdir()} == before
+    assert (config.companions_folder / "chat_template.jinja").read_text() == template.read_text()
+    template.write_text("changed since")
+    assert texts_of(prepare_files(config)) == texts_of(files)
+    template.write_text("{% for %}")
+    (config.run_folder / "config.yaml").unlink()
+    with pytest.raises(
+        DataError, match=r"line 1: the chat template of .*/tokenizer fails \(TemplateSyntaxError: "
+    ):
+        prepare_files(config)
+
+
+def texts_of(files: RunFiles) -> list[str]:
+    """Return the prompts of a run without special tokens and the start of the assistant's turn."""
+    found = files.tokenizer.batch_decode(files.prompts.tokens, skip_special_tokens=True)
+    return [text.removesuffix("assistant") for text in found]
