@@ -80,7 +80,9 @@ def train(name: str, seed: int, folder: Path) -> SeedRun:
 
 def _converted(name: str, folder: Path) -> list[str]:
     """Convert a recipe's GGUF file once for all runs in a folder; return the changes that name the converted model."""
-    config = load_config(RECIPES / f"{name}.yaml", [f"run.folder={folder}", "run.name=converted"])
+    file = RECIPES / f"{name}.yaml"
+    described = Path(load_config(file).model.hf_config or "")
+    config = load_config(file, [f"run.folder={folder}", f"run.name=converted-{described.stem}"])
     if not (config.model_folder / "model.safetensors").exists():
         from hybridengine.training.files import convert_gguf  # with torch, which takes seconds
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hybridengine.config import load_config, model_shape
+from hybridengine.config import RunConfig, load_config, model_shape
 from hybridengine.errors import DataError
 from scripts import check_recipes
 from scripts.recipe_curves import (
@@ -43,30 +44,35 @@ def run_of(quarters: list[float], seed: int = 0) -> SeedRun:
 CURVE = [run_of(quarters, seed) for seed, quarters in enumerate(SEEDS)]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_recipe_loads_and_fits_two_cores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    config = load_config(f"configs/recipes/{name}.yaml")
+
+
+def recipe(name: str) -> RunConfig:
+    """Return a recipe's configuration; the files of Gemma are fetched by `make nightly` alone."""
+    return load_config(f"configs/recipes/{name}.yaml", dry_run=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_loads_and_fits_two_cores(name: str) -> None:
+    config = recipe(name)
     assert (config.run.name, config.num_ranks, config.run.eval_every) == (name, 2, 0)
-    assert model_shape(config).num_parameters == 134_515_008
+    num_parameters = 268_098_176 if name.startswith("gemma") else 134_515_008
+    assert model_shape(config).num_parameters == num_parameters
     assert config.data.environment is not None and config.checkpoint.every == 0
 
 
-def test_three_tasks_of_reasoning_gym_and_one_of_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    names = [
-        environment.name.partition("/")[0]
-        for environment in (load_config(f"configs/recipes/{name}.yaml").data.environment for name in NAMES)
-        if environment is not None
-    ]
+def test_three_tasks_of_reasoning_gym_and_one_of_several_turns() -> None:
+    environments = [recipe(name).data.environment for name in NAMES if not name.startswith("gemma")]
+    names = [one.name.partition("/")[0] for one in environments if one is not None]
     assert sorted(names) == ["gymnasium", *["reasoning_gym"] * 3]
 
 
 @pytest.mark.parametrize("file", CURVES, ids=lambda file: file.stem)
-def test_committed_curves_are_of_their_recipes(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_committed_curves_are_of_their_recipes(file: Path) -> None:
     assert file.stem in NAMES
-    config, runs = load_config(f"configs/recipes/{file.stem}.yaml"), read_curve(file)
+    config, runs = recipe(file.stem), read_curve(file)
     assert [run.seed for run in runs] == [*range(len(runs))]
     content = json.loads(file.read_text())
     for run in runs:
@@ -172,6 +178,27 @@ def test_a_curve_is_read_as_it_was_written(tmp_path: Path) -> None:
     draw({"one": CURVE, "two": CURVE[:1]}, tmp_path / "one.svg")
     draw({"one": CURVE, "two": CURVE[:1]}, tmp_path / "two.svg")
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+def test_each_model_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of runs holds recipes of several models."""
+
+    def convert(config: RunConfig) -> None:
+        config.model_folder.mkdir()
+        (config.model_folder / "model.safetensors").write_text(str(config.model.gguf))
+
+    monkeypatch.setattr("hybridengine.training.files.convert_gguf", convert)
+    monkeypatch.setattr(check_recipes, "RECIPES", tmp_path)
+    for number, model in enumerate(("one", "two", "one")):
+        (tmp_path / f"{model}.gguf").touch()
+        shutil.copyfile("configs/models/smollm2-135m-instruct.json", tmp_path / f"{model}.json")
+        named = {"gguf": str(tmp_path / f"{model}.gguf"), "hf_config": str(tmp_path / f"{model}.json")}
+        described = {"base": str(ROOT / "configs/recipes/letters.yaml"), "model": named}
+        (tmp_path / f"{number}.yaml").write_text(json.dumps(described))
+    paths = [check_recipes._converted(str(number), tmp_path)[-1] for number in range(3)]
+    weights = [Path(path.removeprefix("model.path=")) / "model.safetensors" for path in paths]
+    assert [Path(file.read_text()).stem for file in weights] == ["one", "two", "one"]
+    assert weights[0] == weights[2]
 
 
 def test_the_command(
