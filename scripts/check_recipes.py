@@ -167,6 +167,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--draw", action="store_true", help="only draw and print the expected curves")
     options = parser.parse_args(arguments)
+    if options.seed < 0:
+        parser.error(f"--seed {options.seed} must be at least 0")
+    if options.folder.exists() and not options.folder.is_dir():
+        parser.error(f"--folder {options.folder} is not a folder")
     names = options.recipes or recipe_names()
     if unknown := sorted({*names} - {*recipe_names()}):
         parser.error(f"{unknown[0]!r} is not a recipe; recipes are {', '.join(recipe_names())}")

@@ -13,7 +13,8 @@ from statistics import fmean
 from scipy.stats import t as student
 
 from hybridengine.charts import INK, drawing, panel
-from hybridengine.errors import DataError
+from hybridengine.errors import DataError, UnreadableError
+from hybridengine.files import read_object
 from hybridengine.report.keys import STEP
 from hybridengine.report.step_rows import latest_rows, read_rows
 
@@ -78,11 +79,18 @@ def read_run(folder: Path, num_steps: int) -> tuple[tuple[float, ...], tuple[flo
 
 
 def read_curve(file: Path) -> list[SeedRun]:
-    """Return the runs of an expected curve; none if there is no file yet."""
+    """Return the runs of an expected curve; none if there is no file yet. Raises DataError for another file."""
     if not file.exists():
         return []
-    runs = json.loads(file.read_text())["runs"]
-    return [SeedRun(**run | {name: tuple(run[name]) for name in ("rewards", "held_out")}) for run in runs]
+    try:
+        return [
+            SeedRun(**run | {name: tuple(run[name]) for name in ("rewards", "held_out")})
+            for run in read_object(file)["runs"]
+        ]
+    except (UnreadableError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{file} is not an expected curve ({error!r}); restore it, or remove it and record it"
+        ) from None
 
 
 def write_curve(file: Path, runs: Sequence[SeedRun]) -> None:
@@ -151,10 +159,11 @@ def compare(rewards: Sequence[float], runs: Sequence[SeedRun]) -> list[Part]:
 
 
 def page_table(curves: Mapping[str, Sequence[SeedRun]]) -> str:
-    """Return the page's table: rewards of the first and last quarter with their ranges, held-out scores, least time."""
+    """Return the page's table: rewards of the first and last quarter with their ranges, the quarters' widest tolerance,
+    held-out scores and least time."""
     lines = [
-        "| recipe | seeds | reward, first quarter | reward, last quarter | held-out score | time | of processors |",
-        "|---|---|---|---|---|---|---|",
+        "| recipe | seeds | reward, first quarter | reward, last quarter | tolerance | held-out | time | of processors |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, runs in sorted(curves.items()):
         size = len(runs[0].rewards) // NUM_PARTS
@@ -165,8 +174,11 @@ def page_table(curves: Mapping[str, Sequence[SeedRun]]) -> str:
             min(seconds) / 60 for seconds in zip(*((run.wall_s, run.cpu_s) for run in runs), strict=True)
         )
         scores = f"{before:.2f} -> {after:.2f}"
+        within = (
+            f"{max(part.tolerance for part in compare(runs[0].rewards, runs)):.2f}" if len(runs) > 1 else "-"
+        )
         lines.append(
-            f"| `{name}` | {len(runs)} | {first} | {last} | {scores} | {wall:.0f} min | {cpu:.0f} min |"
+            f"| `{name}` | {len(runs)} | {first} | {last} | {within} | {scores} | {wall:.0f} min | {cpu:.0f} min |"
         )
     return "\n".join(lines)
 

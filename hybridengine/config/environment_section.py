@@ -36,6 +36,7 @@ class EnvironmentSection(Section):
     train_rows: Count = 1024
     """Number of training prompts."""
     eval_rows: Count = 64
-    """Number of held-out prompts, disjoint from the training prompts."""
+    """Number of held-out prompts, which are not among the training prompts; those of Gymnasium have other seeds, and may
+    begin alike."""
     seed: CountOrZero = 0
     """Seed of the prompts, independent of the run's."""

@@ -50,11 +50,14 @@ def _terms(config: RunConfig, name: str, section: RewardSection) -> Iterator[Con
         return
     given = section.model_fields_set
     unread = [key for key in ScorerSection.model_fields if key in given and getattr(section, key) is not None]
+    if section.kind == "function":  # the default, by which a file takes back what its base has chosen
+        unread = [key for key in unread if key != "kind"]
     if unread:
         keys = ", ".join(f"{name}.{key}" for key in unread)
+        here = f"{name}.kind=function here" if unread == ["kind"] else "null here"
         yield Conflict(
-            f"{name}.terms gives several scorers, so that nothing reads {keys}; write such keys beneath a term and null"
-            f" here, or leave {name}.terms out",
+            f"{name}.terms gives several scorers, so that nothing reads {keys}; write such keys beneath a term and"
+            f" {here}, or leave {name}.terms out",
             (f"{name}.terms", *(f"{name}.{key}" for key in unread)),
         )
     for term in (*section.models, *section.judges):

@@ -130,15 +130,23 @@ class Images:
 
     def __init__(self, rows: Sequence[Row], reader: ImageReader | None) -> None:
         self._paths, self._reader = [row.images for row in rows], reader
+        self._places = [row.place for row in rows]
 
     def columns(self, row_ids: Sequence[int]) -> dict[str, NonTensorStack]:
         """Return the column of rows; none for a model that reads no images."""
         if self._reader is None:
             return {}
         entries = {
-            row: image_row([self._reader.read(path) for path in self._paths[row]]) for row in set(row_ids)
+            row: image_row([self._read(row, path) for path in self._paths[row]]) for row in set(row_ids)
         }
         return {IMAGES: NonTensorStack(*(entries[row] for row in row_ids))}
+
+    def _read(self, row: int, path: Path) -> np.ndarray:
+        assert self._reader is not None, "asked for rows of a model that reads images"
+        try:
+            return self._reader.read(path)
+        except DataError as error:
+            raise DataError(f"{self._places[row]}: {error}") from None
 
 
 def prompt_tokens(

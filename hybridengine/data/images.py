@@ -95,7 +95,11 @@ class ImageReader:
         height, width = self.size(path)
         try:
             image = _opened(path).convert("RGB").resize((width, height), Resampling.BICUBIC)
-        except (OSError, ValueError) as error:
+        except DataError:
+            raise
+        except (
+            Exception
+        ) as error:  # a damaged file: OSError, but also SyntaxError and others of its format's reader
             raise _unreadable(path, error) from None
         return np.asarray(image)
 

@@ -34,7 +34,7 @@ def serve(channel: socket.socket) -> None:
         wanted = section["eval_rows"] + section["train_rows"]
         text = json.dumps(["rows", different_rows(environment, section["seed"], wanted)])
     except DataError as error:
-        text = json.dumps(["wrong", str(error)])
+        text = json.dumps(["wrong", f"{error}{_network_hint(error)}"])
     except BaseException as error:  # foreign code may raise anything
         traceback.print_exc()
         reason = " ".join("".join(traceback.format_exception_only(error)).split())[:MAX_TEXT]

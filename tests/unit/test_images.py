@@ -208,9 +208,22 @@ def test_bad_images_are_named_with_their_rows(tmp_path: Path, tokenizer: Any, re
     assert "line 4" in thin and "absolute aspect ratio must be smaller than 200" in thin
     assert "line 5" in folder and "cannot be read" in folder
 
-    (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:-200])
-    with pytest.raises(DataError, match=r"a\.png cannot be read"):
-        reader.read(tmp_path / "a.png")
+
+@pytest.mark.parametrize("damage", ["cut off", "a chunk that is too short"])
+def test_damaged_pixels_are_told_with_their_row(
+    tmp_path: Path, tokenizer: Any, reader: ImageReader, damage: str
+) -> None:
+    image = tmp_path / "a.png"
+    write_image(image, 40, 40)
+    content = image.read_bytes()
+    begin = content.index(b"IDAT")
+    image.write_bytes(
+        content[:-200] if damage == "cut off" else content[: begin - 4] + b"\0\0\0\12" + content[begin:]
+    )
+    file = write_rows(tmp_path, {"prompt": "<image>", "images": ["a.png"]})
+    dataset = PromptDataset(file, tokenizer, 48, reader=reader)
+    with pytest.raises(DataError, match=rf"^{file}, line 1: image {image} cannot be read \("):
+        dataset.rows([0])
 
 
 def test_prompts_with_images_that_nothing_reads_are_refused(

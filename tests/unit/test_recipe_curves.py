@@ -220,3 +220,14 @@ def test_the_command(
     with pytest.raises(SystemExit) as ended:
         check_recipes.main(["none"])
     assert ended.value.code == 2 and "'none' is not a recipe; recipes are" in capsys.readouterr().err
+    for wrong, said in (
+        ("--seed=-1", "--seed -1 must be at least 0"),
+        (f"--folder={__file__}", "is not a folder"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            check_recipes.main([wrong])
+        assert ended.value.code == 2 and said in capsys.readouterr().err
+    for content in ("", "{}", '{"runs": [{"seed": 0}]}', '{"runs": [3]}'):
+        (tmp_path / f"{NAMES[0]}.json").write_text(content)
+        assert check_recipes.main([NAMES[0]]) == 1
+        assert f"{NAMES[0]}.json is not an expected curve (" in capsys.readouterr().out

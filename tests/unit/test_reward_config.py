@@ -122,8 +122,15 @@ def test_retries(built: Path, overrides: list[str], retries: int) -> None:
         (
             ["reward.terms.one.function=a:b", "reward.function=a:b", "reward.kind=function"],
             [
-                "reward.terms gives several scorers, so that nothing reads reward.kind, reward.function; write such"
-                " keys beneath a term and null here, or leave reward.terms out"
+                "reward.terms gives several scorers, so that nothing reads reward.function; write such keys beneath a"
+                " term and null here, or leave reward.terms out"
+            ],
+        ),
+        (
+            ["reward.terms.one.function=a:b", "reward.kind=episode"],
+            [
+                "reward.terms gives several scorers, so that nothing reads reward.kind; write such keys beneath a term"
+                " and reward.kind=function here, or leave reward.terms out",
             ],
         ),
         (
@@ -336,7 +343,9 @@ def test_keys_of_terms_are_listed() -> None:
 
 
 def test_terms_take_the_place_of_a_bases_function(built: Path, tmp_path: Path) -> None:
-    built.write_text(built.read_text() + "\nreward: {function: 'a.b:whole'}\n")
+    built.write_text(built.read_text() + "\nreward: {kind: model, path: some, function: 'a.b:whole'}\n")
     upon = tmp_path / "upon.yaml"
-    upon.write_text("base: built.yaml\nreward: {function: null, terms: {one: {function: 'a.b:part'}}}\n")
+    upon.write_text(
+        "base: built.yaml\nreward: {kind: function, path: null, function: null, terms: {one: {function: 'a.b:part'}}}\n"
+    )
     assert load_config(upon).reward.functions == {"one": "a.b:part"}
