@@ -112,13 +112,15 @@ class McpTools:
         self.schemas = found
 
     async def call(self, name: str, arguments: Mapping[str, Any] | None = None) -> ToolResult:
-        """Call a tool; return its text, with exit_code 1 if the tool says that it failed.
+        """Call a tool; return its text, with exit_code 1 if the tool says that it failed or cannot take the arguments.
 
         Texts of a result are joined by line breaks; of other parts (images, sounds), their type is named. Raises
         ToolServerError if the server does not answer in time, has ended, or does not speak the protocol.
         """
         import mcp
 
+        if arguments is not None and not isinstance(arguments, Mapping):  # a model's JSON
+            return self._cut(f"the arguments of {name!r} are {shown(arguments)}; give a JSON object", 1)
         try:
             async with asyncio.timeout(self._call_timeout_s):
                 result = await self._client.call_tool(name, dict(arguments or {}))

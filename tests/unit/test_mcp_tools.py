@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -48,6 +49,20 @@ def test_tools_of_a_server_are_listed_as_schemas_and_called() -> None:
     assert failed.exit_code == unknown.exit_code == wrong.exit_code == 1
     assert "fail" in failed.output
     assert cut == ToolResult("é" * 50, 0, "output")
+
+
+def test_arguments_that_are_no_object_are_an_answer() -> None:
+    texts = ["5", "[1, 2]", '"abc"', "[]", "0", "false"]
+
+    async def use(tools: McpTools) -> Any:
+        wrong = [await tools.call("add", json.loads(text)) for text in texts]
+        return wrong, await tools.call("add", {"x": 1, "y": 2})
+
+    wrong, right = used(use)
+    assert wrong == [
+        ToolResult(f"the arguments of 'add' are {text}; give a JSON object", 1) for text in texts
+    ]
+    assert right == ToolResult("3", 0)
 
 
 def test_a_server_is_in_the_session_of_its_episodes_and_ends_with_the_block() -> None:
