@@ -247,7 +247,7 @@ class _Server:
             process.kill()
 
     async def _pass_on_stderr(self, process: asyncio.subprocess.Process) -> None:
-        """Write the first part of the server's stderr to this process's; read the rest, so that the server never waits."""
+        """Write the first part of the server's stderr to this process's; read the rest, so that it never waits."""
         assert process.stderr is not None, "it is a pipe"
         left = STDERR_BYTES
         while part := await process.stderr.read(2**16):
