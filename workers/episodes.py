@@ -231,6 +231,7 @@ class EpisodeRollouts:
 
     def _request(self, stream: _Stream, wanted: wire.Wanted) -> None:
         """Queue the request for a turn, or for the rest of one that another engine has begun."""
+        self._engine.abort([str(stream.number)])  # another turn, which it wanted before its process ended
         num_routed = stream.num_routed
         stream.add(wanted)
         if num_routed > len(stream.prompt) + stream.first:
@@ -268,7 +269,7 @@ class EpisodeRollouts:
                     f"{text}; correct the function, or let rollout.episode.on_failure drop the row"
                 )
             if self._lead.is_here:
-                self._failures.warn(f"response {stream.number} is dropped: {text}")
+                self._failures.warn(f"response {stream.number} is dropped: {text}", ended.kind)
         for response in self._engine.abort([str(stream.number)]):
             stream.draw(response)
         stream.outcome = ended

@@ -43,7 +43,7 @@ class EpisodeSection(Section):
     key_file: PathText | None = None
     """File with the key of these hosts, the same on all; needed with `addresses`."""
     deadline_s: Seconds = 600.0
-    """Time limit of one response."""
+    """Time limit of one response, from its last start."""
     blocked_s: Seconds = 30.0
     """Time for which a function may keep the others of its process from running, by code that awaits nothing."""
     memory_bytes: Bytes | None = None

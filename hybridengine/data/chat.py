@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from hybridengine.data.special_tokens import SpecialTokens
 from hybridengine.errors import DataError
 
 MARK = "0x5eed"
@@ -19,7 +20,7 @@ class Chat:
         self._tokenizer = tokenizer
 
     def text_tokens(self, text: str) -> list[int]:
-        """Return the tokens of a text, without special tokens."""
+        """Return the tokens of a text as it is; special tokens written in it are special."""
         return [*self._tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def decoded(self, tokens: Sequence[int]) -> str:
@@ -29,11 +30,16 @@ class Chat:
     def message_tokens(self, messages: Sequence[Mapping[str, Any]], last: Sequence[int]) -> list[int]:
         """Return the tokens of messages after a turn of the model, up to where its next turn begins.
 
-        `last` are the tokens of that turn: the part of its end that it has drawn is not repeated.
+        `last` are the tokens of that turn: the part of its end that it has drawn is not repeated. Special tokens in the
+        messages are left out, so that a tool's output cannot end its message.
         """
         after = self._rendered([*self._before, *messages], True).partition(MARK)[2]
         tokens = self.text_tokens(after)
         return tokens[_overlap(last, self._end) :]
+
+    @cached_property
+    def _special(self) -> SpecialTokens:
+        return SpecialTokens(self._tokenizer)
 
     @cached_property
     def _before(self) -> list[dict[str, str]]:
@@ -47,7 +53,7 @@ class Chat:
     def _rendered(self, messages: Sequence[Mapping[str, Any]], opens: bool) -> str:
         try:
             return self._tokenizer.apply_chat_template(
-                [*map(dict, messages)], tokenize=False, add_generation_prompt=opens
+                self._special.removed_from([*messages]), tokenize=False, add_generation_prompt=opens
             )
         except Exception as error:  # jinja's, and whatever the template's code raises
             raise DataError(

@@ -9,6 +9,7 @@ from typing import Any
 
 from hybridengine.config.judge_section import JudgeSection
 from hybridengine.data.reward_process import RewardProcess
+from hybridengine.data.special_tokens import SpecialTokens
 from hybridengine.data.tokenizer import load_tokenizer
 from hybridengine.errors import ConfigError, DataError, shown
 
@@ -26,9 +27,7 @@ class JudgePrompts:
     def __init__(self, key: str, judge: JudgeSection, folder: str | Path) -> None:
         self._key, self._judge, self._folder = key, judge, folder
         self.tokenizer = load_tokenizer(folder, pad_with_eos=True)
-        special = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
-        special |= set(self.tokenizer.all_special_tokens)
-        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
+        self._special = SpecialTokens(self.tokenizer)
 
     def check(self) -> None:
         """Raise ConfigError if the chat template refuses the messages, or they leave no room for a response."""
@@ -52,7 +51,7 @@ class JudgePrompts:
         Special tokens of the judge in the three texts are left out, so that a response cannot end its message.
         """
         values = {"prompt": prompt, "response": response, "answer": answer}
-        found = self._tokens({name: self._plain(text) for name, text in values.items()})
+        found = self._tokens(self._special.removed_from(values))
         return found if len(found) <= self._judge.max_prompt_tokens else None
 
     def _tokens(self, values: dict[str, str]) -> list[int]:
@@ -64,11 +63,6 @@ class JudgePrompts:
         messages = [{"role": one.role, "content": filled(one.content)} for one in self._judge.messages]
         text: Any = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
-
-    def _plain(self, text: str) -> str:
-        while (plain := self._special.sub("", text)) != text:  # what is left may form another one
-            text = plain
-        return text
 
 
 class Verdicts:

@@ -134,9 +134,9 @@ class Client:
     def add(self, content: str | Sequence[int] | Message | Sequence[Message]) -> tuple[int, ...]:
         """Add what the model reads next, and does not learn; return its tokens.
 
-        A text is added as it is, without special tokens. Chat messages are added in the model's template, so that the
-        assistant's next turn follows; a turn that ended without its stop token gets it first. Tokens drawn before are
-        never tokenised again.
+        A text is added as it is: special tokens written in it are special, and none are put around it. Chat messages are
+        added in the model's template, so that the assistant's next turn follows, without special tokens in their texts;
+        a turn that ended without its stop token gets it first. Tokens drawn before are never tokenised again.
 
         Raises:
             TokenLimitError: it does not fit.

@@ -29,6 +29,8 @@ END_S = 2.0
 """Time for a server to end by itself once its input is closed."""
 LINE_BYTES = 2**24
 """Longest line of a server: a longer one ends it."""
+STDERR_BYTES = 2**16
+"""Most of a server's stderr that is passed on to this process's."""
 
 
 class ToolServerError(EpisodeError):
@@ -112,13 +114,15 @@ class McpTools:
         self.schemas = found
 
     async def call(self, name: str, arguments: Mapping[str, Any] | None = None) -> ToolResult:
-        """Call a tool; return its text, with exit_code 1 if the tool says that it failed.
+        """Call a tool; return its text, with exit_code 1 if the tool says that it failed or cannot take the arguments.
 
         Texts of a result are joined by line breaks; of other parts (images, sounds), their type is named. Raises
         ToolServerError if the server does not answer in time, has ended, or does not speak the protocol.
         """
         import mcp
 
+        if arguments is not None and not isinstance(arguments, Mapping):  # a model's JSON
+            return self._cut(f"the arguments of {name!r} are {shown(arguments)}; give a JSON object", 1)
         try:
             async with asyncio.timeout(self._call_timeout_s):
                 result = await self._client.call_tool(name, dict(arguments or {}))
@@ -185,6 +189,7 @@ class _Server:
                 *self._command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
                 limit=LINE_BYTES,
                 env={
                     "PATH": os.environ.get("PATH", os.defpath),
@@ -198,6 +203,7 @@ class _Server:
         to_server, from_client = anyio.create_memory_object_stream[Any](0)
         reading = asyncio.create_task(self._read(self._process, to_client))
         writing = asyncio.create_task(self._write(self._process, from_client))
+        noting = asyncio.create_task(self._pass_on_stderr(self._process))
         try:
             yield from_server, to_server
         finally:
@@ -206,6 +212,11 @@ class _Server:
             reading.cancel()
             writing.cancel()
             await self._end(self._process)
+            await asyncio.wait(
+                [noting], timeout=END_S
+            )  # its last lines; a child of it may keep the pipe open
+            noting.cancel()
+            self._process._transport.close()  # type: ignore[attr-defined]  # pipes that such a child keeps open
 
     async def _read(self, process: asyncio.subprocess.Process, messages: Any) -> None:
         """Pass on what the server prints; close the stream when it says nothing more that can be understood."""
@@ -235,6 +246,22 @@ class _Server:
         if process.returncode is None:
             process.kill()
 
+    async def _pass_on_stderr(self, process: asyncio.subprocess.Process) -> None:
+        """Write the first part of the server's stderr to this process's; read the rest, so that it never waits."""
+        assert process.stderr is not None, "it is a pipe"
+        left = STDERR_BYTES
+        while part := await process.stderr.read(2**16):
+            if left:
+                _write_stderr(part[:left])
+                if len(part) > left:
+                    command = shown(" ".join(self._command))
+                    _write_stderr(
+                        f"\n(the rest of stderr of the MCP server {command} is left out)\n".encode()
+                    )
+                    left = 0
+                else:
+                    left -= len(part)
+
     async def _write(self, process: asyncio.subprocess.Process, messages: Any) -> None:
         assert process.stdin is not None, "it is a pipe"
         with contextlib.suppress(ConnectionError):  # it has ended, which the reader says
@@ -251,6 +278,11 @@ class _Server:
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+def _write_stderr(content: bytes) -> None:
+    with contextlib.suppress(OSError), open(2, "wb", closefd=False) as stderr:
+        stderr.write(content)
 
 
 def _only(error: BaseException) -> BaseException:

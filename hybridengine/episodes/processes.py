@@ -19,8 +19,8 @@ from hybridengine.errors import DataError
 from hybridengine.guarded.process import GuardedProcess
 
 SERVER = "hybridengine.episodes.child:serve"
-MOST_STARTS = 3
-"""Processes that may end under an episode before it fails."""
+MOST_ENDS = 2
+"""Ends of processes in which an episode was alone, at which it fails: a single one may have had another reason."""
 GRACE_S = 30.0
 """Time after its deadline in which an episode ends by itself."""
 SEND_TIMEOUT_S = 30.0
@@ -31,7 +31,7 @@ LINE_BYTES = 2**26
 _logger = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Episode:
     number: int
     row: Mapping[str, Any]
@@ -39,9 +39,13 @@ class _Episode:
     key: int = 0
     """Number under which a process runs it: another one for each start, since lines of an earlier one may follow."""
     process: _Process | None = None
-    num_starts: int = 0
+    num_ends: int = 0
+    """Processes that have ended while it was alone in them."""
     begun_s: float = 0.0
     wanted: Wanted | None = None
+    """Turn that is being drawn for it, also while it begins again."""
+    is_waiting: bool = False
+    """True if its process has asked for that turn."""
 
 
 @dataclass
@@ -50,8 +54,10 @@ class _Process:
     received: bytearray = field(default_factory=bytearray)
     running: dict[int, _Episode] = field(default_factory=dict)
     """Its episodes, by their keys."""
+    is_reserved: bool = False
+    """True while it runs a group of suspects, and no other episodes."""
     is_stuck: bool = False
-    """True if it reads no lines, or does not end what it should have ended."""
+    """True if it reads no lines."""
 
     def send(self, kind: str, content: Any) -> None:
         """Send a line; a process that has ended is noticed when it is read."""
@@ -66,7 +72,9 @@ class _Process:
 class Episodes:
     """Episodes of one engine, on one rank; numbers are those of their responses.
 
-    An episode whose process ends is run again in a new one, and given the turns that it had.
+    An episode whose process ends is run again in a new one, and given the turns that it had. If one of a process's
+    episodes may have ended it, these are suspects: they run in two groups, each alone in a process. The group that ends
+    its process is halved again, until an episode that is alone ends its process, and fails.
     """
 
     def __init__(
@@ -77,7 +85,9 @@ class Episodes:
         self._processes: list[_Process] = []
         self._episodes: dict[int, _Episode] = {}
         self._queue = deque[_Episode]()
-        """Episodes that have not begun, or that begin again."""
+        """Episodes that have not begun, or that begin again and are no suspects."""
+        self._suspects = deque[list[_Episode]]()
+        """Groups that wait for an idle process."""
         self._keys = itertools.count()
         self._ended: list[Ended] = []
 
@@ -94,25 +104,32 @@ class Episodes:
         self._queue.append(episode)
 
     def answer(self, number: int, turn: DrawnTurn) -> None:
-        """Give an episode the turn that it wanted."""
+        """Give an episode the turn that it wanted, now or once it has begun again and asks for it."""
         episode = self._episodes[number]
-        assert episode.wanted is not None and episode.process is not None, "it waits for a turn"
+        assert episode.wanted is not None, "a turn was drawn for it"
         episode.turns, episode.wanted = [*episode.turns[: episode.wanted.turn], turn], None
-        episode.process.send("drawn", {"number": episode.key, "turn": turn.__dict__})
+        if episode.is_waiting:
+            self._send_turn(episode, turn)
 
     def drop(self, numbers: Iterable[int]) -> None:
         """End episodes."""
         for number in numbers:
             if (episode := self._episodes.pop(number, None)) is None:
                 continue
-            if episode.process is None:
-                self._queue.remove(episode)
-            else:
+            if episode.process is not None:
                 del episode.process.running[episode.key]
                 episode.process.send("drop", episode.key)
+            elif episode in self._queue:
+                self._queue.remove(episode)
+            else:
+                groups = ([one for one in group if one is not episode] for group in self._suspects)
+                self._suspects = deque(group for group in groups if group)
 
     def events(self, timeout_s: float = 0.0) -> list[Wanted | Ended]:
-        """Return what episodes want and which have ended since the last call; wait up to a limit for something."""
+        """Return what episodes want and which have ended since the last call; wait up to a limit for something.
+
+        A turn that is wanted is not wanted again by an episode that begins again, unless it adds other tokens before it.
+        """
         self._fill()
         events: list[Wanted | Ended] = []
         ready, _, _ = select.select([one.guarded.channel for one in self._processes], [], [], timeout_s)
@@ -120,12 +137,8 @@ class Episodes:
             if process.guarded.channel in ready:
                 events += self._read(place, process)
             elif process.is_stuck:
-                self._replace(place, process, None, "its process did not react, and was ended")
-        for episode in [*self._episodes.values()]:
-            late_s = time.monotonic() - episode.begun_s - self._limits.deadline_s
-            if episode.process is not None and late_s > GRACE_S:
-                episode.process.is_stuck = True
-                self._fail(episode, "deadline", f"it went on after deadline_s={self._limits.deadline_s:g} s")
+                self._replace(place, process, "its process did not react, and was ended", has_suspects=True)
+        self._end_late()
         events += self._ended
         self._ended = []
         return events
@@ -173,17 +186,41 @@ class Episodes:
         return process
 
     def _fill(self) -> None:
-        """Begin queued episodes, each on the process with the fewest."""
-        free = self._section.max_running - sum(len(one.running) for one in self._processes)
-        while self._queue and free > 0:
-            episode = self._queue.popleft()
-            process = min(self._processes, key=lambda one: len(one.running))
-            episode.key = next(self._keys)
-            process.running[episode.key] = episode
-            episode.process, episode.begun_s, episode.wanted = process, time.monotonic(), None
-            recorded = [turn.__dict__ for turn in episode.turns]
-            process.send("begin", {"number": episode.key, "row": episode.row, "recorded": recorded})
-            free -= 1
+        """Begin groups of suspects on idle processes, then queued episodes, each on the process with the fewest."""
+        usable = [one for one in self._processes if not one.is_stuck]
+        for process in usable:
+            if not process.running:
+                process.is_reserved = bool(self._suspects)
+                for episode in self._suspects.popleft() if self._suspects else ():
+                    self._begin(process, episode)
+        shared = [one for one in usable if not one.is_reserved]
+        taken = sum(len(one.running) for one in self._processes) + sum(map(len, self._suspects))
+        while shared and self._queue and taken < self._section.max_running:
+            self._begin(min(shared, key=lambda one: len(one.running)), self._queue.popleft())
+            taken += 1
+
+    def _begin(self, process: _Process, episode: _Episode) -> None:
+        episode.key = next(self._keys)
+        process.running[episode.key] = episode
+        episode.process, episode.begun_s, episode.is_waiting = process, time.monotonic(), False
+        recorded = [turn.__dict__ for turn in episode.turns]
+        process.send("begin", {"number": episode.key, "row": episode.row, "recorded": recorded})
+
+    def _send_turn(self, episode: _Episode, turn: DrawnTurn) -> None:
+        assert episode.process is not None, "it has asked for the turn"
+        episode.is_waiting = False
+        episode.process.send("drawn", {"number": episode.key, "turn": turn.__dict__})
+
+    def _end_late(self) -> None:
+        """Fail episodes that their processes have not ended at their deadline, and replace these processes."""
+        latest_s = time.monotonic() - self._limits.deadline_s - GRACE_S
+        for place, process in enumerate(self._processes):
+            late = [one for one in process.running.values() if one.begun_s < latest_s]
+            for episode in late:
+                self._fail(episode, "deadline", f"it went on after deadline_s={self._limits.deadline_s:g} s")
+            if late:
+                text = "its process did not end an episode at its deadline, and was ended"
+                self._replace(place, process, text, has_suspects=False)
 
     def _read(self, place: int, process: _Process) -> list[Wanted | Ended]:
         """Return what a process says; start another one in its place if it has ended."""
@@ -198,41 +235,79 @@ class Episodes:
         for text in lines:
             kind, content = json.loads(text)
             if kind == "blocked":
-                self._replace(place, process, content["number"], content["text"])
+                self._end_blocked(place, process, **content)
                 return events
             event = Wanted(**content) if kind == "wanted" else Ended(**content)
             if (episode := process.running.get(event.number)) is None:
                 continue  # dropped since
             event = replace(event, number=episode.number)
-            if isinstance(event, Wanted):
-                episode.wanted, episode.turns = event, episode.turns[: event.turn]
-            else:
+            if isinstance(event, Ended):
                 self._forget(episode)
-            events.append(event)
+                events.append(event)
+            elif self._is_new(episode, event):
+                events.append(event)
         if not part or len(rest) > LINE_BYTES:
-            self._replace(place, process, None, f"its process {process.guarded.end_text()}")
+            text = f"its process {process.guarded.end_text()}"
+            self._replace(place, process, text, has_suspects=True)
         return events
 
-    def _replace(self, place: int, process: _Process, culprit: int | None, text: str) -> None:
-        """End a process, start another one, and run its episodes again; one that kept the others from running fails."""
+    def _is_new(self, episode: _Episode, wanted: Wanted) -> bool:
+        """Note the turn that an episode waits for; return False if an earlier start of it has asked for the same turn."""
+        episode.is_waiting = True
+        if wanted == episode.wanted:
+            return False
+        if episode.wanted is None and wanted.turn < len(episode.turns):
+            turn = episode.turns[wanted.turn]
+            if turn.added == wanted.added:  # drawn after this start was given its turns
+                self._send_turn(episode, turn)
+                return False
+        episode.wanted, episode.turns = wanted, episode.turns[: wanted.turn]
+        return True
+
+    def _end_blocked(self, place: int, process: _Process, number: int | None, text: str) -> None:
+        """Fail the episode that keeps the others of its process from running, and replace the process.
+
+        The process does not know which it is (None) if the code of a task is at fault that an episode has started.
+        """
+        if number is None and len(process.running) == 1:
+            (number,) = process.running
+        if number in process.running:
+            self._fail(process.running[number], "blocked", text)
+        self._replace(place, process, text, has_suspects=number is None)
+
+    def _replace(self, place: int, process: _Process, text: str, *, has_suspects: bool) -> None:
+        """End a process, start another one in its place, and run its episodes again.
+
+        Args:
+            has_suspects: True if one of the episodes may be the reason, and it is not known which.
+        """
         process.guarded.close()
-        _logger.warning("rollout.episode: %s; %d episodes begin again", text, len(process.running))
         episodes = [*process.running.values()]
+        told = "with %d episodes in it" if has_suspects else "%d other episodes begin again"
+        _logger.warning(f"rollout.episode: %s, {told}", text, len(episodes))
         process.running.clear()
-        self._processes[place] = self._started()
         for episode in episodes:
-            episode.process = None
-            episode.num_starts += culprit is None
-            if episode.key == culprit:
-                self._fail(episode, "blocked", text)
-            elif episode.num_starts >= MOST_STARTS:
-                self._fail(episode, "process", f"{text}, {MOST_STARTS} times under it")
-            else:
-                self._queue.appendleft(episode)
+            episode.process, episode.is_waiting = None, False
+        self._processes[place] = self._started()
+        if has_suspects and len(episodes) == 1:
+            self._end_alone(episodes[0], text)
+        elif has_suspects:
+            half = len(episodes) // 2
+            self._suspects += [group for group in (episodes[:half], episodes[half:]) if group]
+        elif process.is_reserved and episodes:
+            self._suspects.append(episodes)
+        else:
+            self._queue.extendleft(reversed(episodes))
+
+    def _end_alone(self, episode: _Episode, text: str) -> None:
+        """Fail an episode that was alone in its process when this ended, or let it begin again, alone."""
+        episode.num_ends += 1
+        if episode.num_ends < MOST_ENDS:
+            self._suspects.append([episode])
+        else:
+            self._fail(episode, "process", f"{text}, {MOST_ENDS} times with no other episode in it")
 
     def _fail(self, episode: _Episode, kind: str, text: str) -> None:
-        if episode.process is not None:
-            episode.process.send("drop", episode.key)
         self._forget(episode)
         self._ended.append(Ended(episode.number, kind=kind, text=text, turn=len(episode.turns)))
 

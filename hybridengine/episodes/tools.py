@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import os
 import resource
 import shutil
@@ -16,6 +17,12 @@ from dataclasses import dataclass
 
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2): signal that the process gets when its parent ends."""
+ARGUMENT_BYTES = 2**16
+"""Longest code that is passed as an argument; Linux takes arguments of up to 128 KiB."""
+CANNOT_RUN = 126
+"""Exit code of a command that cannot be run, as in a shell."""
+RUN_FILE = "import sys; exec(compile(open(sys.argv.pop(), 'rb').read(), '<string>', 'exec'))"
+"""Code that runs the file in its last argument; tracebacks name it as they do an argument, not by its random path."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,8 @@ async def run_process(
     HOME, and may allocate `memory_bytes` of memory, write files of as much, and use one core for `timeout_s`. It is not
     isolated from the network and from files that this user may read: run what nobody trusts in a container.
 
-    Raises OSError if the command cannot be started.
+    Arguments that no process can be given, such as a NUL, are a result with exit code 126. Raises OSError if the command
+    cannot be started for another reason.
     """
 
     def limit() -> None:
@@ -64,18 +72,23 @@ async def run_process(
 
     folder = tempfile.mkdtemp(dir=os.getcwd())  # that of the episodes' process, which is removed with it
     try:
-        process = await asyncio.create_subprocess_exec(
-            *arguments,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            cwd=folder,
-            env={"PATH": os.environ.get("PATH", os.defpath), "HOME": folder},
-            start_new_session=True,
-            preexec_fn=limit,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *arguments,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                cwd=folder,
+                env={"PATH": os.environ.get("PATH", os.defpath), "HOME": folder},
+                start_new_session=True,
+                preexec_fn=limit,
+            )
+        except (OSError, ValueError) as error:  # ValueError: a NUL, or half of a surrogate pair
+            if isinstance(error, OSError) and error.errno != errno.E2BIG:
+                raise
+            return ToolResult(f"the command cannot be run: {error}", CANNOT_RUN)
         output, reached = bytearray(), ""
-        feeding = asyncio.create_task(_feed(process, given.encode()))
+        feeding = asyncio.create_task(_feed(process, given.encode(errors="replace")))
         try:
             async with asyncio.timeout(timeout_s):
                 if await _read(process, output, output_bytes):
@@ -113,5 +126,14 @@ async def _read(process: asyncio.subprocess.Process, output: bytearray, most: in
 
 
 async def run_python(code: str, **limits: float) -> ToolResult:
-    """Run Python code in a process (`run_process`, whose limits may be given); it sees installed packages."""
-    return await run_process([sys.executable, "-I", "-c", code], **limits)  # type: ignore[arg-type]
+    """Run Python code of any length in a process (`run_process`, whose limits may be given).
+
+    It sees installed packages.
+    """
+    python, encoded = [sys.executable, "-I", "-c"], code.encode(errors="surrogatepass")
+    if len(encoded) <= ARGUMENT_BYTES and b"\0" not in encoded:
+        return await run_process([*python, code], **limits)  # type: ignore[arg-type]
+    with tempfile.NamedTemporaryFile(dir=os.getcwd()) as file:
+        file.write(encoded)
+        file.flush()
+        return await run_process([*python, RUN_FILE, file.name], **limits)  # type: ignore[arg-type]

@@ -138,5 +138,5 @@ def _exit_text(code: int) -> str:
     if number not in set(signal.Signals):
         return f"exit code {code}"
     name = signal.Signals(number).name
-    memory = ", most likely for lack of memory" if number == signal.SIGKILL else ""
-    return f"killed by {name}{memory}"
+    reason = ", for lack of memory or by a program, its own code included" if number == signal.SIGKILL else ""
+    return f"killed by {name}{reason}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -50,10 +51,17 @@ async def does_what_the_answer_says(client: Client, row: Row) -> object:
                     await asyncio.sleep(3600)
                 except asyncio.CancelledError:
                     continue
+        case ["block-late"]:
+            await asyncio.sleep(0.5)
+            time.sleep(3600)
         case ["block"]:
             time.sleep(3600)
+        case ["nap"]:
+            await asyncio.sleep(1)
         case ["die"]:
             os._exit(7)
+        case ["kill"]:
+            os.kill(os.getpid(), signal.SIGKILL)
         case ["die-once", file]:
             if not Path(file).exists():
                 Path(file).touch()

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import os
 import stat
+import subprocess
+import sys
 
 from mcp.server.mcpserver import MCPServer
 
@@ -52,6 +54,21 @@ def garbage(length: int) -> str:
                 with open(number, "wb", closefd=False) as output:
                     output.write(b"x" * length + b"\n")
     return "printed"
+
+
+@server.tool()
+def complain(num_bytes: int) -> str:
+    """Write to stderr."""
+    for _ in range(num_bytes // 1000):
+        os.write(2, b"e" * 999 + b"\n")
+    return "complained"
+
+
+@server.tool()
+def leave_child(seconds: int) -> str:
+    """Start a process that keeps stderr open, and return its number."""
+    script = f"import time; time.sleep({seconds})"
+    return str(subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.DEVNULL).pid)
 
 
 @server.tool()

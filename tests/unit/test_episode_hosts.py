@@ -78,8 +78,8 @@ def episodes_at(addresses: list[str], key_file: Path, **changed: Any) -> Episode
     return Episodes(EpisodeSection.model_validate(described), LIMITS, "/nothing/here", TIMEOUT_S)
 
 
-def row(number: int) -> dict[str, Any]:
-    return {"number": number, "prompt": "1 + 1 =", "prompt_tokens": [5, 6], "answer": "2", "seed": 3}
+def row(number: int, answer: str = "2") -> dict[str, Any]:
+    return {"number": number, "prompt": "1 + 1 =", "prompt_tokens": [5, 6], "answer": answer, "seed": 3}
 
 
 def own_process() -> psutil.Process:
@@ -111,9 +111,7 @@ def test_episodes_on_a_host_draw_and_begin_again_when_their_process_is_killed(
         (second,) = events_of(episodes, 1)
         assert (second.turn, second.added) == (1, [7])
         own = own_process()
-        own.kill()  # the host then closes the connection
-        (again,) = events_of(episodes, 1)
-        assert again == second  # the first turn was replayed
+        own.kill()  # the host then closes the connection; the first turn is replayed, and the second one still drawn
         episodes.answer(4, DrawnTurn([7], [13], [-3.0], True))
         (ended,) = events_of(episodes, 1)
         assert isinstance(ended, Ended)
@@ -121,6 +119,30 @@ def test_episodes_on_a_host_draw_and_begin_again_when_their_process_is_killed(
         assert int(ended.metrics["pid"]) not in (os.getpid(), own.pid)
     finally:
         episodes.close()
+
+
+def test_on_a_host_too_only_the_episode_that_ends_its_process_fails(key_file: Path) -> None:
+    function = "tests.unit.episode_cases:does_what_the_answer_says"  # its imports are light
+    host = EpisodeHost(EpisodeSection(function=function), KEY, None, SERVER, "127.0.0.1", 0)
+    threading.Thread(target=host.serve, daemon=True).start()
+    address = f"127.0.0.1:{host.port}"
+    section = EpisodeSection(function=function, addresses=(address,), key_file=str(key_file))
+    ended, end = dict[int, Ended](), time.monotonic() + TIMEOUT_S
+    with contextlib.closing(host), contextlib.closing(Episodes(section, LIMITS, None, TIMEOUT_S)) as episodes:
+        episodes.start()
+        for number in range(4):
+            episodes.begin(number, row(number, "die" if number == 2 else "nap"), [])
+        while len(ended) < 4:
+            assert time.monotonic() < end, ended
+            for event in episodes.events(0.1):
+                if isinstance(event, Ended):
+                    ended[event.number] = event
+                else:
+                    tokens = [11] * event.max_tokens
+                    episodes.answer(event.number, DrawnTurn(event.added, tokens, [-1.0] * len(tokens), False))
+    assert {number: one.kind for number, one in sorted(ended.items())} == {0: "", 1: "", 2: "process", 3: ""}
+    assert f"its process on {address} ended, or the connection did" in ended[2].text
+    assert "2 times with no other episode in it" in ended[2].text
 
 
 def test_a_host_that_is_away_is_one_error_with_its_address(key_file: Path) -> None:

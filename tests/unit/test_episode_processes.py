@@ -205,15 +205,118 @@ def test_episodes_of_a_process_that_is_killed_are_given_their_turns(tmp_path: Pa
     assert [(one.turn, one.added) for one in others] == [(0, []), (1, [1]), (1, [2])]
 
 
-def test_an_episode_under_which_processes_end_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "MOST_STARTS", 2)
+def test_an_episode_that_ends_processes_alone_fails() -> None:
     with closing(Episodes(section(), limits(), None)) as episodes:
         episodes.start()
         episodes.begin(0, row("die"), [])
         ended, wanted = played(episodes, 1)
     assert ended[0].kind == "process"
-    assert "its process ended, exit code 7, 2 times" in ended[0].text
+    assert ended[0].text == "its process ended, exit code 7, 2 times with no other episode in it"
     assert len(wanted) == 1, "the second process was given the turn"
+
+
+def sizes_of_ends(caplog: pytest.LogCaptureFixture) -> list[int]:
+    """Return the number of episodes in each process that has ended, in order."""
+    return [int(match[1]) for text in caplog.messages if (match := re.search(r", with (\d+) episodes", text))]
+
+
+@pytest.mark.parametrize(
+    ("answers", "num_processes", "sizes"),
+    [
+        ({5: "die"}, 1, [16, 8, 4, 2, 1, 1]),
+        ({5: "kill"}, 2, [8, 4, 2, 1, 1]),
+        ({0: "die", 15: "die"}, 1, [16, 8, 8, 4, 4, 2, 2, 1, 1, 1, 1]),
+        ({4: "die", 5: "die"}, 1, [16, 8, 4, 2, 1, 1, 1, 1]),
+    ],
+    ids=["one", "one of two processes", "two", "two of the last group"],
+)
+def test_only_episodes_that_end_their_process_fail(
+    answers: dict[int, str], num_processes: int, sizes: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others are given their turns, and no turn is drawn twice."""
+    with closing(Episodes(section(num_processes=num_processes), limits(), None)) as episodes:
+        episodes.start()
+        for number in range(16):
+            episodes.begin(number, row(answers.get(number, "nap")), [])
+        ended, wanted = played(episodes, 16)
+        assert len(episodes) == 0
+    assert {number: one.kind for number, one in ended.items() if one.kind} == dict.fromkeys(
+        answers, "process"
+    )
+    assert [one.reward for one in ended.values() if not one.kind] == [1.0] * (16 - len(answers))
+    assert sorted((one.number, one.turn) for one in wanted) == [(number, 0) for number in range(16)]
+    assert sorted(sizes_of_ends(caplog), reverse=True) == sizes
+    if "kill" in answers.values():
+        assert "SIGKILL, for lack of memory or by a program, its own code included" in ended[5].text
+
+
+def test_others_run_while_suspects_do_and_any_can_be_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    """On two processes, with a queue: of 0, 2, 4 and 6 in the first one, 4 ends it."""
+    most = 0
+    with closing(Episodes(section(num_processes=2, max_running=8), limits(), None)) as episodes:
+        episodes.start()
+        for number in range(12):
+            episodes.begin(number, row({4: "die", 2: "sleep", 6: "sleep"}.get(number, "nap")), [])
+        ended = dict[int, Ended]()
+        deadline = time.monotonic() + LIMIT_S
+        while len(ended) < 10:
+            assert time.monotonic() < deadline, f"only {ended} have ended"
+            for event in episodes.events(0.1):
+                if isinstance(event, Wanted):
+                    episodes.answer(event.number, turn_of(event))
+                else:
+                    ended[event.number] = event
+            most = max(most, sum(len(one.running) for one in episodes._processes))
+            if episodes._suspects and 6 in episodes._episodes:
+                assert 6 in [one.number for group in episodes._suspects for one in group]
+                assert 2 in [one.number for one in episodes._episodes.values()]
+                episodes.drop([6, 2])
+        assert len(episodes) == 0 and most == 8
+    assert {number for number, one in ended.items() if one.kind} == {4}
+    assert [*ended].index(8) < [*ended].index(4), "the queue goes on in the other process"
+    assert sizes_of_ends(caplog) == [4, 1, 1]
+
+
+def test_an_episode_that_blocks_suspects_fails_and_they_stay_suspects(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with closing(Episodes(section(), limits(blocked_s=1.0), None)) as episodes:
+        episodes.start()
+        for number, answer in enumerate(["block-late", "nap", "nap", "die"]):
+            episodes.begin(number, row(answer), [])
+        ended, _ = played(episodes, 4)
+    kinds = [ended[number].kind for number in range(4)]
+    assert kinds == ["blocked", "", "", "process"]
+    assert sizes_of_ends(caplog) == [4, 2, 1, 1]
+    assert "asyncio.to_thread, 1 other episodes begin again" in caplog.text
+
+
+@pytest.mark.parametrize("asks_again", [False, True])
+def test_a_turn_is_drawn_once_while_its_process_ends(asks_again: bool) -> None:
+    """The engine continues to draw while the episode begins again."""
+    with closing(Episodes(section(), limits(), None)) as episodes:
+        episodes.start()
+        episodes.begin(0, row("exclude"), [])
+        (first,) = awaited(episodes)
+        assert isinstance(first, Wanted)
+        os.killpg(group_of(episodes._processes[0].guarded), signal.SIGKILL)
+        deadline = time.monotonic() + LIMIT_S
+        while episodes._episodes[0].is_waiting:
+            assert episodes.events(0.1) == [] and time.monotonic() < deadline
+        while asks_again and not episodes._episodes[0].is_waiting:
+            assert episodes.events(0.1) == [] and time.monotonic() < deadline
+        episodes.answer(0, turn_of(first))
+        ended, wanted = played(episodes, 1)
+    assert [one.turn for one in wanted] == [1]
+    assert (ended[0].kind, ended[0].trained) == ("", [False, True])
+
+
+def awaited(episodes: Episodes) -> list[Wanted | Ended]:
+    """Return the next events."""
+    deadline = time.monotonic() + LIMIT_S
+    while not (events := episodes.events(0.1)):
+        assert time.monotonic() < deadline
+    return events
 
 
 def test_a_process_that_does_not_react_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

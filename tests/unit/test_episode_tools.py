@@ -82,6 +82,44 @@ def test_a_tool_that_reads_nothing_of_a_long_input() -> None:
     assert (found.exit_code, found.limit) == (0, "")
 
 
+@pytest.mark.parametrize("filler", ["x" * 300_000, "é" * 40_000], ids=["300 kB", "80 kB"])
+def test_code_of_any_length_runs(filler: str, folder: Path) -> None:
+    code = f"import sys\nassert not sys.argv[1:]\nprint(len('{filler}'))\nprint(1 / 0)"
+    found = asyncio.run(run_python(code, timeout_s=60))
+    assert found.output.startswith(f"{len(filler)}\n") or f"\n{len(filler)}\n" in found.output
+    assert 'File "<string>", line 4, in <module>' in found.output and "ZeroDivisionError" in found.output
+    assert (found.exit_code, found.limit) == (1, "")
+    assert [*folder.iterdir()] == []
+
+
+@pytest.mark.parametrize("code", ["print(1)\0", "print('\ud800')"], ids=["NUL", "surrogate"])
+def test_code_that_no_process_can_be_given_is_a_result(code: str, folder: Path) -> None:
+    found = asyncio.run(run_python(code, timeout_s=60))
+    assert found.exit_code > 0 and ("null bytes" in found.output or "surrogates" in found.output)
+    assert [*folder.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ("x" * 300_000, "Argument list too long"),
+        ("\0", "embedded null byte"),
+        ("\ud800", "surrogates not allowed"),
+    ],
+    ids=["long", "NUL", "surrogate"],
+)
+def test_arguments_that_no_process_can_be_given_are_a_result(
+    argument: str, reason: str, folder: Path
+) -> None:
+    found = asyncio.run(run_process(["echo", argument]))
+    assert found.exit_code == 126 and reason in found.output
+    assert [*folder.iterdir()] == []
+
+
+def test_input_that_is_no_text_is_replaced() -> None:
+    assert asyncio.run(run_process(["cat"], given="a\ud800b", timeout_s=60)).output == "a?b"
+
+
 def test_a_command_that_is_not_there(folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
         asyncio.run(run_process(["/no/such/command"]))

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
+import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hybridengine.episodes.mcp import LINE_BYTES, McpTools, ToolServerError, mcp_tools
+from hybridengine.episodes.mcp import LINE_BYTES, STDERR_BYTES, McpTools, ToolServerError, mcp_tools
 from hybridengine.episodes.tools import ToolResult
 
 SERVER = (sys.executable, str(Path(__file__).with_name("mcp_server.py")))
@@ -48,6 +52,53 @@ def test_tools_of_a_server_are_listed_as_schemas_and_called() -> None:
     assert failed.exit_code == unknown.exit_code == wrong.exit_code == 1
     assert "fail" in failed.output
     assert cut == ToolResult("é" * 50, 0, "output")
+
+
+def test_arguments_that_are_no_object_are_an_answer() -> None:
+    texts = ["5", "[1, 2]", '"abc"', "[]", "0", "false"]
+
+    async def use(tools: McpTools) -> Any:
+        wrong = [await tools.call("add", json.loads(text)) for text in texts]
+        return wrong, await tools.call("add", {"x": 1, "y": 2})
+
+    wrong, right = used(use)
+    assert wrong == [
+        ToolResult(f"the arguments of 'add' are {text}; give a JSON object", 1) for text in texts
+    ]
+    assert right == ToolResult("3", 0)
+
+
+def test_only_the_first_part_of_stderr_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
+    async def use(tools: McpTools) -> Any:
+        await tools.call("complain", {"num_bytes": 1000})
+        return await tools.call("complain", {"num_bytes": 50_000_000})
+
+    assert used(use, call_timeout_s=60.0) == ToolResult("complained", 0)
+    found = capfd.readouterr().err
+    first, last = found[:STDERR_BYTES], found[STDERR_BYTES:]
+    assert first.count("e" * 999) >= STDERR_BYTES // 1000 - 5
+    assert re.fullmatch(r"\n\(the rest of stderr of the MCP server .* is left out\)\n", last)
+
+
+def test_the_last_lines_of_a_server_are_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
+    async def use(tools: McpTools) -> None:
+        raise AssertionError("it did not start")
+
+    with pytest.raises(ToolServerError, match="has ended, exit code 1"):
+        used(use, [sys.executable, "-c", "raise SystemExit('no server')"])
+    assert "no server\n" in capfd.readouterr().err
+
+
+def test_a_child_that_keeps_stderr_open_does_not_keep_the_block_from_ending() -> None:
+    async def use(tools: McpTools) -> int:
+        return int((await tools.call("leave_child", {"seconds": 600})).output)
+
+    begin = time.monotonic()
+    pid = used(use)
+    try:
+        assert time.monotonic() - begin < 120
+    finally:
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_a_server_is_in_the_session_of_its_episodes_and_ends_with_the_block() -> None:

@@ -230,7 +230,7 @@ def test_a_long_message_is_shortened(failing):
         (
             "kills_itself",
             str(int(signal.SIGKILL)),
-            "its process ended, killed by SIGKILL, most likely for lack of memory",
+            "its process ended, killed by SIGKILL, for lack of memory or by a program, its own code included",
         ),
         ("closes_everything", "a", "its process ended, exit code 1"),
         ("closes_everything", "wait", "its process closed its connections"),

@@ -1,0 +1,30 @@
+"""Special tokens in texts that nobody trusts: `<|im_end|>` in a tool's output would end its message."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer, as texts."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        special |= set(tokenizer.all_special_tokens)
+        self._pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
+
+    def removed(self, text: str) -> str:
+        """Return a text without special tokens."""
+        while (plain := self._pattern.sub("", text)) != text:  # what is left may form another one
+            text = plain
+        return text
+
+    def removed_from(self, value: Any) -> Any:
+        """Return a value of JSON, such as a chat message, without special tokens in its texts."""
+        if isinstance(value, str):
+            return self.removed(value)
+        if isinstance(value, Mapping):
+            return {key: self.removed_from(one) for key, one in value.items()}
+        return [self.removed_from(one) for one in value] if isinstance(value, list | tuple) else value
