@@ -23,8 +23,8 @@ Links = Mapping[str, Mapping[str, LinkFacts]]
 def judge_ports(links: Links) -> Iterator[Finding]:
     """Check that every node reaches every other one."""
     remedy = (
-        "open the ports that the system chooses (net.ipv4.ip_local_port_range) between the nodes, check the network"
-        " between them, and have names resolve to addresses that the others reach"
+        "open the ports that the system chooses (net.ipv4.ip_local_port_range) between the nodes, and check the network"
+        " between them"
     )
     for node, ways in links.items():
         for target, one in ways.items():

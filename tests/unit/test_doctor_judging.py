@@ -368,6 +368,10 @@ def test_ports() -> None:
     (found,) = judge_ports({"a": {"b": LinkFacts()}, "b": {"a": LinkFacts(), "c": refused}, "c": {}})
     assert (found.level, found.nodes) == (Level.PROBLEM, ("b",))
     assert found.text == "a port of c cannot be reached (ConnectionRefusedError: Connection refused)"
+    assert found.remedy == (
+        "open the ports that the system chooses (net.ipv4.ip_local_port_range) between the nodes, and check the network"
+        " between them"
+    ), "names are none of a run's business, which uses addresses"
 
 
 @pytest.mark.parametrize(
