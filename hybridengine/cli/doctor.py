@@ -24,7 +24,8 @@ from hybridengine.training.dry_run import budgets_of
 DESCRIPTION = """Examine this machine's installation, then every node of the cluster, and print what to fix: versions of
 packages and Python, devices and drivers, memory, the shared run.folder, clocks, and ports and links between all nodes.
 
-With CONFIG, also whether the run fits: ranks, memory, files, checkpoints. The cluster is that of cluster.address or
+With CONFIG, also whether the run fits: ranks, memory, files, checkpoints; nodes that would get none of its ranks are then
+left out. The cluster is that of cluster.address or
 RAY_ADDRESS; without either, a local Ray is started. Takes about a minute, writes nothing that stays, and ends with status
 1 where a run would fail."""
 EPILOG = """examples:
