@@ -64,7 +64,8 @@ def judge_links(links: Links) -> Iterator[Finding]:
     slowest = min(
         (one.bytes_s for ways in links.values() for one in ways.values() if one.bytes_s), default=0.0
     )
-    if slowest and not faults:
+    is_cut = any(one.error for ways in links.values() for one in ways.values())
+    if slowest and not faults and not is_cut:
         yield fine(Subject.LINKS, f"data goes from node to node at {_rate(slowest)} or more, none is lost")
 
 

@@ -402,6 +402,14 @@ def test_links(facts: LinkFacts, expected: list[str]) -> None:
     assert {node for one in found if one.level != Level.OK for node in one.nodes} <= {"a"}
 
 
+def test_links_are_not_called_whole_where_one_is_cut() -> None:
+    facts = {"a": {"b": LinkFacts(bytes_s=1e9), "c": LinkFacts()}, "b": {"a": LinkFacts(bytes_s=1e9)}}
+    (found,) = judge_links(facts)
+    assert found.text == "data goes from node to node at 8.00 Gbit/s or more, none is lost"
+    facts["a"]["c"] = LinkFacts(error="OSError: No route to host")
+    assert list(judge_links(facts)) == [], "judge_ports names the link"
+
+
 @pytest.mark.parametrize(
     ("address", "is_told"),
     [
