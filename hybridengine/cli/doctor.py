@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
 from rich.console import Console
@@ -24,7 +24,8 @@ from hybridengine.training.dry_run import budgets_of
 DESCRIPTION = """Examine this machine's installation, then every node of the cluster, and print what to fix: versions of
 packages and Python, devices and drivers, memory, the shared run.folder, clocks, and ports and links between all nodes.
 
-With CONFIG, also whether the run fits: ranks, memory, files, checkpoints. The cluster is that of cluster.address or
+With CONFIG, also whether the run fits: ranks, memory, files, checkpoints; nodes that would get none of its ranks are then
+left out. The cluster is that of cluster.address or
 RAY_ADDRESS; without either, a local Ray is started. Takes about a minute, writes nothing that stays, and ends with status
 1 where a run would fail."""
 EPILOG = """examples:
@@ -53,18 +54,21 @@ def run(options: argparse.Namespace) -> int:
     own = node_facts()
     findings = examine_machine(needs, own)
     broken = any(found.subject == Subject.VERSIONS and found.level == Level.PROBLEM for found in findings)
+    hosts = dict[str, str]()
     if not options.here and not broken:
         from ray.exceptions import RayError
 
+        from hybridengine.controller.cluster import host_names
         from hybridengine.doctor.examination import examine_cluster
 
         try:
             _start_ray(config, needs, say)
+            hosts = host_names()
             findings = examine_cluster(needs, own, say)
         except (HybridEngineError, RayError, OSError) as error:  # this machine's findings are still printed
             findings.append(failure(Subject.PORTS, error))
     findings = merged(findings)
-    lines = [_text(findings)]
+    lines = [_text(findings, hosts)]
     if broken and not options.here:
         lines.append("the cluster was not examined: fix this machine's versions first")
     emit(options, [asdict(found) for found in findings], lines)
@@ -99,15 +103,19 @@ def _start_ray(config: RunConfig | None, needs: RunNeeds, say: Callable[[str], N
     start_ray(num_cpus=max(2, sum(map(sum, needs.pools.values()))))
 
 
-def _text(findings: Sequence[Finding]) -> str:
-    """Return the findings by subject, each followed by its remedy, with colours for a terminal."""
+def _text(findings: Sequence[Finding], hosts: Mapping[str, str]) -> str:
+    """Return the findings by subject, each followed by its remedy, with colours for a terminal.
+
+    Nodes are named by address, and those of several hosts with the host.
+    """
+    names = {node: f"{node} (host {host})" for node, host in hosts.items() if len(set(hosts.values())) > 1}
     console = Console(highlight=False, soft_wrap=True)
     console.begin_capture()
     width = max(len(level) for level in Level)
     for number, found in enumerate(findings):
         if number == 0 or found.subject != findings[number - 1].subject:
             console.print(f"[bold]{found.subject}[/bold]")
-        where = ", ".join(node for node in found.nodes if node != THIS_MACHINE)
+        where = ", ".join(names.get(node, node) for node in found.nodes if node != THIS_MACHINE)
         color = COLORS[found.level]
         text = escape(f"{where}: {found.text}" if where else found.text)
         console.print(f"  [{color}]{found.level:<{width}}[/{color}]  {text}")

@@ -116,11 +116,13 @@ def run(options: argparse.Namespace) -> int:
     name = options.job_name or config.run.name
     if "/" in name:
         raise ConfigError(f"--job-name {name} has a slash, and the log is named after it; write it without")
+    folder = os.path.abspath(options.folder)
+    _check_folder(folder, options.config, setup=options.setup)
     job = SlurmJob(
         name=name,
         shape=shape,
         run_folder=str(config.run_folder),
-        folder=os.path.abspath(options.folder),
+        folder=folder,
         python=options.python,
         arguments=["launch", "node", options.config, *options.overrides, *node_options(options)],
         setup=options.setup,
@@ -137,6 +139,21 @@ def run(options: argparse.Namespace) -> int:
         note(f"SLURM gives equal nodes: each has room for {shape.most_ranks} ranks, also those with fewer")
     deliver(options, text, lambda text: note(submit(text)))
     return 0
+
+
+def _check_folder(folder: str, config: str, *, setup: str) -> None:
+    """Raise ConfigError if nodes that start in a folder will not find the configuration; warn where that is unknown."""
+    file = os.path.join(folder, config)
+    if os.path.exists(file):
+        return
+    # Nodes may have a folder that is not here, and the commands of --setup may write the file.
+    if not os.path.isdir(folder) or setup:
+        note(f"{file}, which the nodes will read, is not on this machine; see that it is on theirs")
+        return
+    raise ConfigError(
+        f"--folder {folder} does not have {config}, which nodes read there; write the absolute path of the"
+        " configuration, or its path in that folder"
+    )
 
 
 def _pairs(option: str, texts: Sequence[str]) -> dict[str, str]:

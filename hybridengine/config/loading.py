@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import io
 import json
+import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -34,6 +36,8 @@ from hybridengine.redaction import HIDDEN, is_secret
 
 INVALID = (OmegaConfBaseException, yaml.YAMLError, OSError, TypeError, ValueError, IndexError, RecursionError)
 """Errors of YAML texts and of their values."""
+BRACKETED = re.compile(r"\[[^][,\s]*\][^][,\s]+")
+"""Texts such as [fd77::1]:6379, whose brackets YAML takes for a list, after which nothing may follow."""
 Problem = tuple[str, str]
 """(dotted key, message)."""
 
@@ -135,6 +139,7 @@ def _change_algorithm(tree: DictConfig, name: Any) -> None:
 
 
 def _read_yaml(path: Path) -> DictConfig:
+    text = ""
     try:
         text = read_text(path)
         yaml.compose(text, Loader=yaml.SafeLoader)
@@ -146,7 +151,11 @@ def _read_yaml(path: Path) -> DictConfig:
     except UnreadableError as error:
         raise ConfigError(f"{error}; name a YAML file") from None
     except INVALID as error:
-        raise ConfigError(f"{path}: not valid YAML ({yaml_fault(error)}); correct the file") from None
+        mark = getattr(error, "problem_mark", None)
+        line = text.splitlines()[mark.line : mark.line + 1] if mark else []
+        found = BRACKETED.search("".join(line))
+        remedy = f"write {json.dumps(found[0])}, in quotation marks" if found else "correct the file"
+        raise ConfigError(f"{path}: not valid YAML ({yaml_fault(error)}); {remedy}") from None
     if not isinstance(tree, DictConfig):
         raise ConfigError(f"{path} holds a list, not sections; start it with a section such as 'run:'")
     return tree
@@ -165,10 +174,12 @@ def _apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> Iterator[Pro
             OmegaConf.update(tree, key, parsed, merge=True, force_add=True)
         except INVALID as error:
             override = shown(f"{key}={HIDDEN if is_secret(key) else value}")
-            yield (
-                key,
-                f"override {override} cannot be applied ({yaml_fault(error)}); write key=value with a plain value",
-            )
+            fault, remedy = yaml_fault(error), "write key=value with a plain value"
+            if BRACKETED.search(value) and not is_secret(key):
+                quoted = BRACKETED.sub(lambda found: json.dumps(found[0]), value)
+                fault = "YAML takes brackets for a list, after which nothing may follow"
+                remedy = f"write {key}={shlex.quote(quoted)}"
+            yield key, f"override {override} cannot be applied ({fault}); {remedy}"
 
 
 def _validate(values: dict[str, Any]) -> tuple[RunConfig | None, list[Problem]]:

@@ -166,6 +166,11 @@ def node_offers(*, free: bool = False) -> list[NodeOffer]:
     return sorted(offers, key=lambda offer: node_key(offer.address, offer.node_id))
 
 
+def host_names() -> dict[str, str]:
+    """Return the names of the cluster's hosts by their nodes' addresses."""
+    return {node["NodeManagerAddress"]: node["NodeManagerHostname"] for node in ray.nodes()}
+
+
 def reserve(ranks_per_node: Sequence[int], cpus_per_rank: int, use_gpus: bool) -> PlacementGroup:
     """Reserve the first nodes with enough room, one for each number of ranks; raise ConfigError if they stay occupied."""
     bundles = [

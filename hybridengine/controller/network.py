@@ -6,6 +6,7 @@ import ipaddress
 import os
 import re
 import socket
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:  # a rank imports torch when it takes its seat
     from torch.distributed import TCPStore
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-SOURCE_PLACE = re.compile(r"\[[^]]*\.\w+:\d+\] ?|\$\d+$")
-"""File and line in gloo's messages."""
+NOISE = re.compile(r"\[[^]]*\.\w+:\d+\] ?|\$\d+$|\.? This is typically caused by .*")
+"""File and line in gloo's messages, and its guess at the cause."""
 CONNECT_LIMIT_S = 30.0
 """Time limit for connecting to rank 0's store, which listens before the other ranks learn its address."""
 
@@ -113,13 +114,28 @@ def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
     return store
 
 
-def not_met(rank: int, node: str, error: Exception) -> WorkerError:
-    """Return the error for a rank that did not reach the others through torch.distributed."""
-    reason = SOURCE_PLACE.sub("", str(error).strip().split("\n")[0]).rstrip(".")
-    named = {name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ}
-    interfaces = ", ".join(f"{name}={value!r}" for name, value in named.items()) or "no interface set"
+def interfaces_set() -> dict[str, str]:
+    """Return the variables that name interfaces, as they are set in this process's environment."""
+    return {name: os.environ[name] for name in INTERFACE_VARIABLES if name in os.environ}
+
+
+def not_met(rank: int, node: str, set_by_user: Mapping[str, str], error: Exception) -> WorkerError:
+    """Return the error for a rank that did not reach the others through torch.distributed.
+
+    Args:
+        set_by_user: variables that named interfaces before the run set its own.
+    """
+    reason = NOISE.sub("", str(error).strip().split("\n")[0]).rstrip(".")
+    place = ", ".join([f"Ray's node {node}", *(f"{name}={value!r}" for name, value in set_by_user.items())])
+    rule = "the nodes must reach each other's ports"
+    if set_by_user:
+        rule += (
+            f" at the addresses of these interfaces: unset {' and '.join(set_by_user)} where Ray is started to take the"
+            " addresses of Ray's nodes, and"
+        )
+    else:
+        rule += ":"
     return WorkerError(
-        f"rank {rank} on host {socket.gethostname()} (Ray's node {node}, {interfaces}) did not meet the other ranks:"
-        f" {reason}; the nodes must reach each other's ports at the addresses of these interfaces: unset the"
-        " variables to take those of Ray's node addresses, and open the ports between the nodes"
+        f"rank {rank} on host {socket.gethostname()} ({place}) did not meet the other ranks: {reason}; {rule} open the"
+        " ports that the system chooses (net.ipv4.ip_local_port_range) between the nodes"
     )

@@ -151,6 +151,7 @@ class RankProcess:
             "LOCAL_RANK": str(identity.local_rank),
             "LOCAL_WORLD_SIZE": str(identity.local_world_size),
         }
+        set_by_user = network.interfaces_set()
         for name, value in network.socket_environment(identity.node).items():
             os.environ.setdefault(name, value)
         timeout = timedelta(seconds=timeout_s)
@@ -174,7 +175,7 @@ class RankProcess:
             distributed.barrier()
             distributed.distributed_c10d._set_pg_timeout(timeout)
         except RuntimeError as error:
-            raise network.not_met(identity.rank, identity.node, error) from None
+            raise network.not_met(identity.rank, identity.node, set_by_user, error) from None
         with nothing_collected():
             importlib.import_module("hybridengine.controller.row_requests")
         self._logs.rank = self.rank

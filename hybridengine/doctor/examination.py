@@ -70,11 +70,19 @@ Say = Callable[[str], None]
 
 
 def examine_cluster(needs: RunNeeds, own: NodeFacts, say: Say) -> list[Finding]:
-    """Examine every node of the connected cluster, of which this machine may be one, and a world of ranks on it."""
+    """Examine the nodes of a run and a world of ranks on them; without pools, every node of the connected cluster.
+
+    This machine, on which the run's controller will be, is examined as well.
+    """
     offers = cluster.node_offers()
     use_gpus = needs.uses_gpus(any(one.num_gpus for one in offers))
     here = ray.get_runtime_context().get_node_id()
     own = replace(own, node=next((one.address for one in offers if one.node_id == here), own.node))
+    rooms = {offer.address: offer.num_ranks(1, use_gpus) for offer in offers}
+    places, misfits = ranks_on_nodes(needs.pools, offers, use_gpus)
+    offers, spare = nodes_of_run(offers, own.node, {} if misfits else places)
+    if spare:
+        say(f"not examining {', '.join(spare)}: no rank of the run will be there")
     ways = probe_all({one.address: one.port for one in offers if one.address != own.node})
     cut_off = {node: way for node, way in ways.items() if way.error or way.packet_bytes}
     findings = [*judge_links({own.node: cut_off}), *_without_answer(own.node, cut_off)]
@@ -84,9 +92,7 @@ def examine_cluster(needs: RunNeeds, own: NodeFacts, say: Say) -> list[Finding]:
         say(f"asking {len(elsewhere)} other node(s); they import torch, Megatron-core and vLLM")
     answers = posts.ask_all(node_facts, of=elsewhere, limit_s=IMPORT_LIMIT_S + START_LIMIT_S)
     facts = [own, *(replace(one, node=node) for node, one in answers.items())]
-    places, misfits = ranks_on_nodes(needs.pools, offers, use_gpus)
     ranks = Counter(node for nodes in places.values() for node in nodes)
-    rooms = {offer.address: offer.num_ranks(1, use_gpus) for offer in offers}
     computing = [node for node, room in rooms.items() if (ranks[node] if needs.pools else room)]
     findings += [failure(Subject.DEVICES, text) for text in misfits]
     findings += judge_versions([one for one in facts if one.node in (own.node, *computing)])
@@ -154,6 +160,18 @@ def ranks_on_nodes(
             rooms[node] -= count
             places[names[place]] += [offers[node].address] * count
     return places, misfits
+
+
+def nodes_of_run(
+    offers: Sequence[cluster.NodeOffer], here: str, places: Mapping[str, Sequence[str]]
+) -> tuple[list[cluster.NodeOffer], list[str]]:
+    """Return the nodes at `here` and in `places`, and the addresses of the others, whose faults the run does not meet.
+
+    Without places, which are the nodes of each pool's ranks, all nodes are returned.
+    """
+    used = {here, *(node for nodes in places.values() for node in nodes)}
+    spare = [one.address for one in offers if places and one.address not in used]
+    return [one for one in offers if one.address not in spare], spare
 
 
 def _folder_findings(posts: Posts, needs: RunNeeds) -> Iterator[Finding]:

@@ -23,8 +23,8 @@ Links = Mapping[str, Mapping[str, LinkFacts]]
 def judge_ports(links: Links) -> Iterator[Finding]:
     """Check that every node reaches every other one."""
     remedy = (
-        "open the ports that the system chooses (net.ipv4.ip_local_port_range) between the nodes, check the network"
-        " between them, and have names resolve to addresses that the others reach"
+        "open the ports that the system chooses (net.ipv4.ip_local_port_range) between the nodes, and check the network"
+        " between them"
     )
     for node, ways in links.items():
         for target, one in ways.items():
@@ -64,7 +64,8 @@ def judge_links(links: Links) -> Iterator[Finding]:
     slowest = min(
         (one.bytes_s for ways in links.values() for one in ways.values() if one.bytes_s), default=0.0
     )
-    if slowest and not faults:
+    is_cut = any(one.error for ways in links.values() for one in ways.values())
+    if slowest and not faults and not is_cut:
         yield fine(Subject.LINKS, f"data goes from node to node at {_rate(slowest)} or more, none is lost")
 
 

@@ -46,15 +46,25 @@ class Meeting:
 
     def read(self, name: str) -> dict[str, Any] | None:
         """Return the object of this name; None while there is none."""
+        self._names()  # NFS asks its server anew
+        return self._object(name)
+
+    def _names(self) -> set[str]:
+        """Return the names of all files."""
         try:
-            os.listdir(self.folder)  # NFS asks its server anew
+            return set(os.listdir(self.folder))
+        except FileNotFoundError:
+            return set()
+        except OSError as error:
+            raise _unreadable(self.folder, error) from error
+
+    def _object(self, name: str) -> dict[str, Any] | None:
+        try:
             return json.loads((self.folder / name).read_text())
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise OutputError(
-                f"{self.folder / name} cannot be read ({error.strerror}); all nodes must see the same folder of runs"
-            ) from error
+            raise _unreadable(self.folder / name, error) from error
 
     def write_token(self) -> Path:
         """Write a new token for Ray, which only this user can read, and return its file."""
@@ -88,8 +98,10 @@ class Meeting:
         found = dict[str, dict[str, Any]]()
         begin, reported = time.monotonic(), 0.0
         while True:
+            # One listing for all names: one for each would take time that grows with the square of the nodes.
+            there = self._names()
             for name in names:
-                if name not in found and (value := self.read(name)) is not None:
+                if name in there and name not in found and (value := self._object(name)) is not None:
                     found[name] = value
             missing = [node for name, node in names.items() if name not in found]
             if not missing:
@@ -127,6 +139,12 @@ class Meeting:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(path, self.folder / name)
+
+
+def _unreadable(path: Path, error: OSError) -> OutputError:
+    return OutputError(
+        f"{path} cannot be read ({error.strerror}); all nodes must see the same folder of runs"
+    )
 
 
 def listed(names: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import ipaddress
 import os
+import re
 import shutil
 import signal
 import socket
@@ -23,6 +24,12 @@ STOP_LIMIT_S = 20.0
 """Time limit for Ray's processes to end by themselves."""
 PR_SET_PDEATHSIG = 1
 LAST_LINES = 12
+NOISE = re.compile(
+    r"\(\S*\+0x[0-9a-f]+\) \[0x[0-9a-f]+\]|\s@\s+0x[0-9a-f]+\s|StackTrace Information|^\[state-dump\]"
+)
+"""Part of a line of Ray's output that gives no reason: a C++ stack, as "raylet(+0x8bbdcb) [0x5581bfcc0dcb] main" or
+"@ 0x7f88b464524a main", or the raylet's state, which it prints in hundreds of lines."""
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 START_ATTEMPTS = 3
 """Number of attempts to start Ray, whose processes have 30 s: too short on a busy machine."""
 STARTED = b"Ray runtime started"
@@ -140,8 +147,7 @@ class RayNode:
         """Raise RayEnded, with the end of Ray's output, if Ray has ended."""
         if self._process.poll() is None:
             return
-        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        said = "\n  ".join(lines[-LAST_LINES:])
+        said = "\n  ".join(last_lines(self._log.read_text(errors="replace")))
         raise RayEnded(
             f"Ray on host {socket.gethostname()} has ended with status {self._process.returncode}; {self._log} says:\n"
             f"  {said}"
@@ -157,6 +163,12 @@ class RayNode:
             self._process.kill()  # the kernel kills its children
             self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def last_lines(output: str) -> list[str]:
+    """Return the end of Ray's output in plain text, without stacks and states, which would hide the reason above them."""
+    lines = [COLOUR.sub("", line) for line in output.splitlines()]
+    return [line for line in lines if line.strip() and not NOISE.search(line)][-LAST_LINES:]
 
 
 def _free_port(address: str) -> int:

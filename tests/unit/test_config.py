@@ -205,6 +205,7 @@ def test_overrides_reach_every_kind_of_value(small: Path) -> None:
             "actor.bucket_bytes=1.5MiB",
             "algorithm.whiten_advantages=false",
             "cluster.rank_order=megatron",
+            'cluster.address="[fd77::1]:6379"',
             "run.steps=7",
             "run.steps=8",
         ],
@@ -219,6 +220,7 @@ def test_overrides_reach_every_kind_of_value(small: Path) -> None:
     assert (config.actor.optimizer.lr, config.actor.optimizer.betas) == (3e-4, (0.8, 0.9))
     assert config.actor.bucket_bytes == 1_572_864
     assert isinstance(config.algorithm, Ppo) and config.algorithm.whiten_advantages is False
+    assert config.cluster.address == "[fd77::1]:6379"
     assert config.run.steps == 8  # the last one counts
 
 
@@ -272,6 +274,17 @@ def test_empty_sections_mean_defaults(tmp_path: Path) -> None:
         ("=3", ["override '=3' is not key=value"]),
         ("a..b=3", ["override 'a..b=3' is not key=value"]),
         ("run.seed=[1", ['override "run.seed=[1" cannot be applied (']),
+        (
+            "cluster.address=[fd77::1]:6379",
+            [
+                'override "cluster.address=[fd77::1]:6379" cannot be applied (YAML takes brackets for a list, after which'
+                " nothing may follow); write cluster.address='\"[fd77::1]:6379\"'"
+            ],
+        ),
+        (
+            "rollout.episode.addresses=[[::1]:80,[::2]:80]",
+            ["""; write rollout.episode.addresses='["[::1]:80","[::2]:80"]'"""],
+        ),
         ("model=3", ["model=3 must be a section with keys of its own; write them beneath model"]),
         ("actor=3", ["actor=3 must be a section with keys of its own; write them beneath actor"]),
         ("run.steps=0", ["run.steps=0 must be at least 1; correct it, or leave it out for the default 100"]),

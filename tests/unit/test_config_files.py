@@ -24,6 +24,10 @@ __all__ = ["small"]
             "run: {steps: 1}\nrun: {steps: 2}\n",
             "a.yaml: not valid YAML (line 2, column 1: found duplicate key run)",
         ),
+        (
+            "run:\n  steps: 1\ncluster:\n  address: [fd77::1]:6379\n",
+            "expected <block end>, but found '<scalar>'); write \"[fd77::1]:6379\", in quotation marks",
+        ),
         ("- 1\n- 2\n", "a.yaml holds a list, not sections; start it with a section such as 'run:'"),
         ("3\n", "a.yaml"),
         ("run:\n  name: ???\n", "a.yaml at run.name: Missing mandatory value: name; write"),

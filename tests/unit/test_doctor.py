@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from hybridengine.cli.doctor import _text
 from hybridengine.cli.main import main
 from hybridengine.doctor import examination
 from hybridengine.doctor import node_facts as facts_module
+from hybridengine.doctor.findings import Subject, problem
 from hybridengine.doctor.links import LinkFacts, open_port, probe_all, reach
 from hybridengine.doctor.node_facts import (
     ask_libraries,
@@ -189,6 +191,20 @@ def test_a_machine_whose_torch_is_broken_is_told_so(
     told = capsys.readouterr()
     assert "torch cannot be imported: ImportError: libtorch_cpu.so" in told.out
     assert "the cluster was not examined" in told.out and "starting a local Ray" not in told.err
+
+
+@pytest.mark.parametrize(
+    ("hosts", "where"),
+    [
+        ({"10.0.0.1": "first", "10.0.0.2": "second"}, "10.0.0.2 (host second)"),
+        ({"10.0.0.1": "first", "10.0.0.2": "first"}, "10.0.0.2"),  # nodes on one machine
+        ({}, "10.0.0.2"),
+    ],
+)
+def test_a_finding_names_the_host_of_its_node(hosts: dict[str, str], where: str) -> None:
+    assert f"problem  {where}: late\n" in _text(
+        [problem(Subject.CLOCK, "late", "correct it", "10.0.0.2")], hosts
+    )
 
 
 @pytest.mark.usefixtures("no_ray")

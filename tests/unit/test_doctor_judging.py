@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from hybridengine.controller.cluster import NodeOffer
-from hybridengine.doctor.examination import ranks_on_nodes
+from hybridengine.doctor.examination import nodes_of_run, ranks_on_nodes
 from hybridengine.doctor.findings import Finding, Level, Subject, merged, problem, warning
 from hybridengine.doctor.judging import (
     RunNeeds,
@@ -368,6 +368,10 @@ def test_ports() -> None:
     (found,) = judge_ports({"a": {"b": LinkFacts()}, "b": {"a": LinkFacts(), "c": refused}, "c": {}})
     assert (found.level, found.nodes) == (Level.PROBLEM, ("b",))
     assert found.text == "a port of c cannot be reached (ConnectionRefusedError: Connection refused)"
+    assert found.remedy == (
+        "open the ports that the system chooses (net.ipv4.ip_local_port_range) between the nodes, and check the network"
+        " between them"
+    ), "names are none of a run's business, which uses addresses"
 
 
 @pytest.mark.parametrize(
@@ -396,6 +400,14 @@ def test_links(facts: LinkFacts, expected: list[str]) -> None:
     found = list(judge_links({"a": {"b": facts, "c": LinkFacts()}, "b": {"a": LinkFacts(bytes_s=1e9)}}))
     assert told(found) == expected
     assert {node for one in found if one.level != Level.OK for node in one.nodes} <= {"a"}
+
+
+def test_links_are_not_called_whole_where_one_is_cut() -> None:
+    facts = {"a": {"b": LinkFacts(bytes_s=1e9), "c": LinkFacts()}, "b": {"a": LinkFacts(bytes_s=1e9)}}
+    (found,) = judge_links(facts)
+    assert found.text == "data goes from node to node at 8.00 Gbit/s or more, none is lost"
+    facts["a"]["c"] = LinkFacts(error="OSError: No route to host")
+    assert list(judge_links(facts)) == [], "judge_ports names the link"
 
 
 @pytest.mark.parametrize(
@@ -435,6 +447,16 @@ def test_ranks_go_to_nodes_as_runs_place_them() -> None:
     assert misfits[0].startswith("ranks_per_node=[6] finds no room beside the ranks of the other pools; ")
     _, misfits = ranks_on_nodes({"main": (9,)}, offers, False)
     assert misfits[0].startswith("ranks_per_node=[9] needs 9 ranks on 1 nodes")
+
+
+def test_nodes_without_ranks_of_the_run_are_not_examined() -> None:
+    """Their faults keep no run from working; the controller is on this machine."""
+    offers = [NodeOffer("head", 0, 0), NodeOffer("a", 4, 0), NodeOffer("b", 4, 0), NodeOffer("spare", 4, 0)]
+    places, _ = ranks_on_nodes({"main": (4,), "critic": (4,)}, offers, False)
+    examined, spare = nodes_of_run(offers, "head", places)
+    assert ([one.address for one in examined], spare) == (["head", "a", "b"], ["spare"])
+    assert nodes_of_run(offers, "spare", places)[1] == ["head"]
+    assert nodes_of_run(offers, "head", {}) == (offers, []), "without a configuration, all are"
 
 
 def test_this_installation_is_what_its_metadata_asks_for() -> None:

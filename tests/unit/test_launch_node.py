@@ -134,6 +134,24 @@ def test_a_node_waits_for_others_and_says_for_whom(tmp_path: Path):
     assert said == [f"other nodes: 1 of 3; waiting for host-0, host-2 in {tmp_path}"]
 
 
+def test_waiting_for_many_nodes_lists_the_folder_once_a_poll(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A listing for each node would take time that grows with the square of their number."""
+    meeting, listings = Meeting(tmp_path, print), list[Path]()
+    names = {f"node-{index}.json": f"host-{index}" for index in range(200)}
+    for name in list(names)[:100]:
+        meeting.write(name, ways={})
+    list_folder = os.listdir
+
+    def counted(folder: Path) -> list[str]:
+        listings.append(folder)
+        return list_folder(folder)
+
+    monkeypatch.setattr(os, "listdir", counted)
+    with pytest.raises(WorkerError, match="100 of 200"):
+        meeting.wait(names, time.monotonic(), "other nodes")
+    assert listings == [tmp_path, tmp_path], "for the nodes, and for the end of the launch"
+
+
 def test_waiting_ends_with_the_names_of_those_that_are_missing(tmp_path: Path):
     meeting = Meeting(tmp_path, print)
     with pytest.raises(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -38,6 +39,8 @@ def job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., sub
     """Return a function that starts a script as a job in `tmp_path`."""
     programs = tmp_path / "programs"
     programs.mkdir()
+    (tmp_path / "configs").mkdir()
+    shutil.copy("configs/arithmetic.yaml", tmp_path / "configs")
     for name, text in PROGRAMS.items():
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(0o755)
@@ -407,3 +410,22 @@ def test_a_size_of_memory_that_slurm_does_not_take_is_refused(
 ) -> None:
     assert main(["launch", "slurm", "configs/arithmetic.yaml", f"--mem={size}"]) == 2
     assert f"{size!r} is no size of memory of SLURM; write megabytes" in capsys.readouterr().err
+
+
+def test_a_folder_without_the_configuration_is_refused_before_the_job_waits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless it cannot be known here: nodes may have another folder of this name, and commands may write the file."""
+    config, missing = Path("configs/arithmetic.yaml"), tmp_path / "nodes-only"
+    command = ["launch", "slurm", str(config), "--folder"]
+    assert main([*command, str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert f"--folder {tmp_path} does not have {config}, which nodes read there; write" in said.err
+    assert said.out == ""
+    for given, folder in (([str(missing)], missing), ([str(tmp_path), "--setup", "git clone x ."], tmp_path)):
+        assert main([*command, *given]) == 0
+        assert (
+            f"{folder / config}, which the nodes will read, is not on this machine" in capsys.readouterr().err
+        )
+    assert main(["launch", "slurm", str(config.resolve()), "--folder", str(tmp_path)]) == 0
+    assert "which the nodes will read" not in capsys.readouterr().err

@@ -84,3 +84,40 @@ def test_a_store_that_does_not_answer_is_one_error(monkeypatch: pytest.MonkeyPat
             match=rf"cannot reach rank 0's store at 127\.0\.0\.1 port {port} within 1 s; open the ports",
         ):
             network.connect_store("127.0.0.1", port, network.timedelta(seconds=1))
+
+
+CLOSED = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.3]:52864. This is"
+    " typically caused by a remote worker crashing. Check the logs of the remote worker before reporting an error."
+    " GLHF! \N{BEACH WITH UMBRELLA}\N{VARIATION SELECTOR-16}"
+)
+
+
+@pytest.mark.parametrize(
+    ("set_by_user", "place", "rule"),
+    [
+        ({}, "", "the nodes must reach each other's ports: open the ports that the system chooses"),
+        (
+            {"GLOO_SOCKET_IFNAME": "eth1"},
+            ", GLOO_SOCKET_IFNAME='eth1'",
+            "the nodes must reach each other's ports at the addresses of these interfaces: unset GLOO_SOCKET_IFNAME where"
+            " Ray is started to take the addresses of Ray's nodes, and open the ports that the system chooses",
+        ),
+    ],
+)
+def test_ranks_that_do_not_meet_name_only_what_the_user_has_set(
+    set_by_user: dict[str, str], place: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo's guess at the cause is left out: nothing has crashed where a firewall drops packets."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "first")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=ib0")  # the run's own
+    assert str(network.not_met(0, "10.0.0.9", set_by_user, RuntimeError(CLOSED))) == (
+        f"rank 0 on host first (Ray's node 10.0.0.9{place}) did not meet the other ranks: Connection closed by peer"
+        f" [10.0.0.3]:52864; {rule} (net.ipv4.ip_local_port_range) between the nodes"
+    )
+
+
+def test_variables_that_name_interfaces_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=ib0")
+    assert network.interfaces_set() == {"NCCL_SOCKET_IFNAME": "=ib0"}

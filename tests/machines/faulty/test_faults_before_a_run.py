@@ -49,10 +49,10 @@ class Examined:
         return found
 
 
-def examine(cluster: RayCluster, folder: Path, limit_s: float = 2 * BUSY_S) -> Examined:
+def examine(cluster: RayCluster, folder: Path, *overrides: str, limit_s: float = 2 * BUSY_S) -> Examined:
     """Run the doctor on the first host, for the run of the tests of faults."""
     output = folder / "findings.json"
-    job = start(cluster, "doctor", write_run(folder), "--json", output)
+    job = start(cluster, "doctor", write_run(folder), *overrides, "--json", output)
     status = job.end(limit_s)
     assert "Traceback" not in job.console, job.console
     return Examined(status, json.loads(output.read_text()), job.console)
@@ -96,6 +96,16 @@ def test_a_link_that_drops_large_packets(cluster: RayCluster, network: Network, 
     expected = {ADDRESSES[0]: [LARGE_PACKETS.format(ADDRESSES[1])]}
     assert found.told("links", "problem") == expected, found.console
     assert found.told("links", "warning") == {"": ["no ranks were started: nodes do not reach each other"]}
+
+
+@pytest.mark.usefixtures("mended")
+def test_a_fault_of_a_node_that_the_run_does_not_use(cluster: RayCluster, network: Network, folder: Path):
+    network.change("second", mtu=1400)
+    sizes = [*(f"{role}.parallel=1-1-1" for role in ("actor", "critic", "reference")), "actor.generate=1-1"]
+    found = examine(cluster, folder, "cluster.ranks_per_node=[1]", *sizes)
+    assert found.status == 0, found.console
+    assert f"not examining {ADDRESSES[1]}: no rank of the run will be there" in found.console
+    assert found.told("links", "problem") == {}
 
 
 @pytest.mark.usefixtures("mended")

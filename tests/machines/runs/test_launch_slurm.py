@@ -83,21 +83,30 @@ def test_a_job_trains_on_two_nodes_and_leaves_nothing(
 def test_a_job_that_is_signalled_saves_its_step(
     before_time_limit: bool, slurm: SlurmCluster, shared: Path, warm_ray: dict[str, str]
 ):
-    """Before its time limit, SLURM signals the script, and the job is requeued; a user's signal ends it."""
+    """Before its time limit, SLURM signals the script, and the job is requeued and resumes; a user's signal ends it."""
     name = "limited" if before_time_limit else "stopped"
     job = submit(slurm, shared, write_run(shared, name, steps=400), warm_ray)
     slurm.wait_for(lambda: last_checkpoint(shared, name) >= 1 or ended(slurm, job), LIMIT_S)
     slurm.say("scancel", "--signal", "TERM" if before_time_limit else "USR1", "--batch", job)
     if before_time_limit:
         slurm.wait_for(lambda: slurm.state(job)["Restarts"] == "1", LIMIT_S)
-        slurm.say("scancel", job)
-    slurm.wait_for(lambda: ended(slurm, job), LIMIT_S)
+    else:
+        slurm.wait_for(lambda: ended(slurm, job), LIMIT_S)
     said = logs(shared, name)
-    assert slurm.state(job)["JobState"] == ("CANCELLED" if before_time_limit else "COMPLETED"), said
     assert "SIGTERM is passed on to the run, which saves its step" in said
     assert "the run has ended with status 0" in said
-    steps = trained_steps(shared, name)
-    assert last_checkpoint(shared, name) == steps[-1] < 400, said
+    saved = last_checkpoint(shared, name)
+    assert saved == trained_steps(shared, name)[-1] < 400, said
+    if before_time_limit:
+        again = shared / "runs" / name / "launch" / f"{job}.1" / "node-a.log"
+        resumed = f"resuming after step {saved}:"
+        slurm.wait_for(
+            lambda: ended(slurm, job) or (again.exists() and resumed in again.read_text()), LIMIT_S
+        )
+        assert again.exists() and resumed in again.read_text(), logs(shared, name)
+        slurm.say("scancel", job)
+        slurm.wait_for(lambda: ended(slurm, job), LIMIT_S)
+    assert slurm.state(job)["JobState"] == ("CANCELLED" if before_time_limit else "COMPLETED")
 
 
 def test_a_run_continues_on_other_nodes_when_one_dies(
