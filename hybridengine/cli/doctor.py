@@ -25,9 +25,8 @@ DESCRIPTION = """Examine this machine's installation, then every node of the clu
 packages and Python, devices and drivers, memory, the shared run.folder, clocks, and ports and links between all nodes.
 
 With CONFIG, also whether the run fits: ranks, memory, files, checkpoints; nodes that would get none of its ranks are then
-left out. The cluster is that of cluster.address or
-RAY_ADDRESS; without either, a local Ray is started. Takes about a minute, writes nothing that stays, and ends with status
-1 where a run would fail."""
+left out. The cluster is that of cluster.address or RAY_ADDRESS; without either, a local Ray is started. Takes about a
+minute, writes nothing that stays, and ends with status 1 where a run would fail."""
 EPILOG = """examples:
   hybridengine doctor                                     this machine, with a local Ray
   hybridengine doctor --here                              the installation alone; starts nothing
