@@ -273,7 +273,7 @@ def test_others_run_while_suspects_do_and_any_can_be_dropped(caplog: pytest.LogC
                 episodes.drop([6, 2])
         assert len(episodes) == 0 and most == 8
     assert {number for number, one in ended.items() if one.kind} == {4}
-    assert [*ended].index(8) < [*ended].index(4), "the queue goes on in the other process"
+    assert [*ended].index(8) < [*ended].index(4), "other episodes begin while the suspects run"
     assert sizes_of_ends(caplog) == [4, 1, 1]
 
 
