@@ -98,6 +98,7 @@ def launch(plan: SshLaunch, say: Callable[[str], None]) -> int:
         say(f"attempt {attempt + 1} on {listed(hosts)}")
         nodes = _Nodes(plan, hosts, attempt)
         with nodes:
+            nodes.start()
             status = nodes.wait(say)
         lost = nodes.lost
         if nodes.was_stopped or (status not in (NODE_LOST, SSH_FAILED) and not lost):
@@ -178,17 +179,30 @@ class _Nodes:
     """The processes of ssh of one attempt; a context manager that ends them, and with them the nodes."""
 
     def __init__(self, plan: SshLaunch, hosts: Sequence[str], attempt: int) -> None:
-        self.was_stopped = False
         self.lost: list[str] = []
         """Hosts that failed before the first node ended."""
-        self._hosts = hosts
+        self._plan, self._hosts, self._attempt = plan, hosts, attempt
+        self._num_signals, self._num_requests = 0, 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
         self._printing = threading.Lock()
-        for index, host in enumerate(hosts):
-            command = remote_command(plan, plan.arguments(hosts, index, attempt))
+
+    @property
+    def was_stopped(self) -> bool:
+        return self._num_signals > 0
+
+    def __enter__(self) -> _Nodes:
+        """Take signals from now on, before there are nodes that they would leave alone."""
+        self._before = {
+            number: signal.signal(number, self._count) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        return self
+
+    def start(self) -> None:
+        for index, host in enumerate(self._hosts):
+            command = remote_command(self._plan, self._plan.arguments(self._hosts, index, self._attempt))
             process = subprocess.Popen(
-                [*SSH, *plan.options, host, command],
+                [*SSH, *self._plan.options, host, command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -198,12 +212,6 @@ class _Nodes:
             thread = threading.Thread(target=self._print, args=(host, process), daemon=True)
             thread.start()
             self._threads.append(thread)
-
-    def __enter__(self) -> _Nodes:
-        self._before = {
-            number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)
-        }
-        return self
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
@@ -232,6 +240,7 @@ class _Nodes:
             if give_up is not None and time.monotonic() > give_up:
                 say(f"the run has not ended within {GRACE_S:g} s after a node has failed: it is ended")
                 return NODE_LOST
+            self._pass_signals()
             time.sleep(0.2)
         deadline = time.monotonic() + (SETTLE_LIMIT_S if status and not self.was_stopped else 0)
         while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
@@ -255,14 +264,18 @@ class _Nodes:
         self.lost += [host for host, _ in found]
         return found  # pyright: ignore[reportReturnType]
 
-    def _stop(self, number: int, _: object) -> None:
-        """Ask the first node to stop its run."""
-        self.was_stopped = True
+    def _count(self, *_: object) -> None:
+        self._num_signals += 1
+
+    def _pass_signals(self) -> None:
+        """Ask the first node to stop its run, once for each new signal."""
         pipe = self._processes[0].stdin
         assert pipe is not None, "it was asked for"
-        with suppress(OSError):
-            pipe.write(b"stop\n")
-            pipe.flush()
+        while self._num_requests < self._num_signals:
+            self._num_requests += 1
+            with suppress(OSError):
+                pipe.write(b"stop\n")
+                pipe.flush()
 
     def _print(self, host: str, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None

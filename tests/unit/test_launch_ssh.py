@@ -149,13 +149,17 @@ def test_a_folder_that_a_host_lacks_is_found_before_the_start(plan: SshLaunch):
         launch(SshLaunch(**{**vars(plan), "folder": "/nowhere"}), print)
 
 
-def test_a_launch_asks_the_first_node_to_stop(plan: SshLaunch):
+@pytest.mark.parametrize("moment", ["between two nodes", "with all nodes"])
+def test_a_launch_asks_the_first_node_to_stop(moment: str, plan: SshLaunch):
     values = {key: value for key, value in vars(plan).items() if key != "arguments"}
     program = f"""
-import sys
+import os, signal, sys
 from hybridengine.launch.ssh import SshLaunch, launch
-plan = SshLaunch(**{values!r}, arguments=lambda hosts, index, attempt: [str(index), str(attempt)])
-sys.exit(launch(plan, print))
+def arguments(hosts, index, attempt):
+    if index == 1 and {moment == "between two nodes"}:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [str(index), str(attempt)]
+sys.exit(launch(SshLaunch(**{values!r}, arguments=arguments), print))
 """
     with subprocess.Popen(
         [sys.executable, "-c", program],
@@ -166,7 +170,8 @@ sys.exit(launch(plan, print))
         deadline = time.monotonic() + 60
         while not (Path("started").exists() and len(started()) == 2) and time.monotonic() < deadline:
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
+        if moment == "with all nodes":
+            process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "a: asked: stop" in output.splitlines()
