@@ -7,8 +7,8 @@
 Two hosts on this machine (tests/machines/hosts.py) have four ranks each, and a cable of the given rate between them.
 Every method moves the same weights on the same ranks in turn, and is checked before it is measured. Bytes between hosts
 are counted on the wire, headers included, in the direction with more; seconds are medians of the slowest rank.
-Predictions are those of `hybridengine reshard plan` for a cluster whose links between nodes have the cable's rate, less
-headers. What is inside a host is measured on one host, as by `hybridengine calibrate`; both hosts share the cores.
+Predictions are those of `hybridengine reshard plan` for a cluster with measured rates: of the cable by an exchange of all
+ranks with the other host, inside a host as by `hybridengine calibrate` on one host; both hosts share the cores.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ LABELS = {
 RATES_MBIT_S = (200.0, 1000.0)
 QUEUE_S = 2.0
 """Length of the queues: a host's own interface holds its senders back, where a short queue would drop their frames."""
+EXCHANGED_BYTES, EXCHANGES = 4 * 2**20, 5
 SPEC = BenchSpec(
     DEFAULT_MODEL,
     PAIRS,
@@ -145,14 +146,18 @@ def measured(
                 network.change(host, rate_bits_s=1e6 * rate, queue_s=QUEUE_S)
             seconds: dict[str, list[float]] = {label: [] for label in LABELS}
             sent: dict[str, list[int]] = {label: [] for label in LABELS}
+            exchanged: list[float] = []
             for _ in range(repetitions):
+                exchanged.append(exchanged_per_s(ranks))
                 for label in LABELS:
                     with counted(network) as there:
                         answers = ranks.call("there", label)
                     ranks.call("back", label)
                     seconds[label].append(max(took_s for took_s, _ in answers))
                     sent[label].append(max(there.values()))
-            cluster = cluster_of(rate, inside, latency_s)
+            data_per_s = median(exchanged)
+            print(f"{rate:g} Mbit/s carry {data_per_s * 8 / 1e6:.0f} Mbit/s of messages each way", flush=True)
+            cluster = cluster_of(rate, data_per_s, inside, latency_s)
             for label, name in LABELS.items():
                 plan = plans.get(label)
                 planned = plan and plan.received_bytes_total_by_link[LinkClass.BETWEEN_NODES] / len(HOSTS)
@@ -174,9 +179,14 @@ def priced(pair: LayoutPair, two_step: bool) -> SwitchCost:
     )
 
 
-def cluster_of(rate_mbit_s: float, inside: dict[str, Any], latency_s: float) -> Cluster:
+def exchanged_per_s(ranks: SwitchRanks) -> float:
+    """Return the bytes of messages that the cable carries per second in each direction, while it carries both."""
+    exchanged = ranks.num_ranks // len(HOSTS) * EXCHANGED_BYTES * EXCHANGES
+    return exchanged / max(ranks.call("exchange", EXCHANGED_BYTES, EXCHANGES))
+
+
+def cluster_of(rate_mbit_s: float, data_per_s: float, inside: dict[str, Any], latency_s: float) -> Cluster:
     """Return the two hosts as a cluster; a cable's rate is shared by all ranks of its host."""
-    data_per_s = 1e6 * rate_mbit_s / 8 / on_the_wire(1)
     network = {"bytes_per_s": data_per_s, "node_bytes_per_s": data_per_s, "latency_s": latency_s}
     return Cluster.model_validate(
         {

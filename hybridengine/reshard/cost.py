@@ -30,7 +30,7 @@ class Traffic:
     messages_KLSR: np.ndarray
     copied_KPR: np.ndarray
     overlaps_K: np.ndarray
-    """True where a bucket's messages may be sent while the previous bucket is unpacked."""
+    """True where a bucket's messages may be sent before the previous bucket has arrived and is unpacked."""
 
 
 @dataclass(frozen=True)

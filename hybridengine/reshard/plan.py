@@ -84,7 +84,7 @@ class Bucket:
     destinations: dict[int, tuple[str, ...]]
     """Rank -> destination parameters that the bucket fills completely."""
     overlaps: bool = False
-    """True if the bucket's messages may be sent while the previous bucket is being unpacked."""
+    """True if the bucket's messages may be sent before the previous bucket has arrived and is unpacked."""
 
     @property
     def num_steps(self) -> int:

@@ -38,7 +38,8 @@ _InFlight = list[tuple[Program, list[Pending]]]
 class PlanExecutor:
     """One rank's part in the execution of a plan.
 
-    If the plan allows it, two buckets are in flight: messages of one are transferred while the previous one is unpacked.
+    If the plan allows it, two buckets are in flight: messages of one are transferred from before the previous one has
+    arrived until it is forwarded and unpacked.
 
     Args:
         source, destination: this rank's weights in both layouts, empty for a rank without a part in one.

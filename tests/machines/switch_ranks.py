@@ -18,6 +18,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -82,6 +83,25 @@ class SwitchWorker(MachineWorker):
         """Return seconds and received bytes of the switch back to training."""
         seconds, report = timed(self._methods[label].back)
         return seconds, report.received_bytes
+
+    def exchange(self, num_bytes: int, num_messages: int) -> float:
+        """Return the seconds in which each rank swaps messages of this size with its counterpart on the other host."""
+        sent, received = torch.zeros(2, num_bytes, dtype=torch.uint8)
+        counterpart = (self._rank + self._world_size // 2) % self._world_size
+        seconds = 0.0
+        for count in (1, num_messages):  # the first one opens the connections
+            dist.barrier()
+            begin = time.perf_counter()
+            hops = [
+                hop
+                for _ in range(count)
+                for hop in (dist.isend(sent, counterpart), dist.irecv(received, counterpart))
+            ]
+            for hop in hops:
+                assert hop is not None, "every rank is in the group"
+                hop.wait()
+            seconds = time.perf_counter() - begin
+        return seconds
 
 
 class SwitchRanks:

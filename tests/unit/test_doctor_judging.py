@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from hybridengine.controller.cluster import NodeOffer
-from hybridengine.doctor.examination import nodes_of_run, ranks_on_nodes
 from hybridengine.doctor.findings import Finding, Level, Subject, merged, problem, warning
 from hybridengine.doctor.judging import (
     RunNeeds,
@@ -386,27 +384,6 @@ def test_the_same_finding_of_several_nodes_is_told_once() -> None:
         (Subject.VERSIONS, ("a", "b")),
         (Subject.LINKS, ("b",)),
     ]
-
-
-def test_ranks_go_to_nodes_as_runs_place_them() -> None:
-    offers = [NodeOffer("a", 4, 0), NodeOffer("b", 8, 0)]
-    places, misfits = ranks_on_nodes({"main": (4, 4), "critic": (2,)}, offers, False)
-    assert places == {"main": ["a"] * 4 + ["b"] * 4, "critic": ["b"] * 2} and not misfits
-    assert ranks_on_nodes({}, offers, False) == ({}, [])
-    _, misfits = ranks_on_nodes({"main": (4, 4), "critic": (6,)}, offers, False)
-    assert misfits[0].startswith("ranks_per_node=[6] finds no room beside the ranks of the other pools; ")
-    _, misfits = ranks_on_nodes({"main": (9,)}, offers, False)
-    assert misfits[0].startswith("ranks_per_node=[9] needs 9 ranks on 1 nodes")
-
-
-def test_nodes_without_ranks_of_the_run_are_not_examined() -> None:
-    """Their faults keep no run from working; the controller is on this machine."""
-    offers = [NodeOffer("head", 0, 0), NodeOffer("a", 4, 0), NodeOffer("b", 4, 0), NodeOffer("spare", 4, 0)]
-    places, _ = ranks_on_nodes({"main": (4,), "critic": (4,)}, offers, False)
-    examined, spare = nodes_of_run(offers, "head", places)
-    assert ([one.address for one in examined], spare) == (["head", "a", "b"], ["spare"])
-    assert nodes_of_run(offers, "spare", places)[1] == ["head"]
-    assert nodes_of_run(offers, "head", {}) == (offers, []), "without a configuration, all are"
 
 
 def test_this_installation_is_what_its_metadata_asks_for() -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hybridengine.planning.costs.clusters import Cluster
-from hybridengine.planning.switch.switch_cost import (
-    SwitchPricer,
+from hybridengine.planning.switch.switch_cost import SwitchPricer
+from hybridengine.planning.switch.switch_seconds import (
     hosted_ranks,
     joined,
     line_rate_seconds,
@@ -123,6 +123,23 @@ def test_spreading_overlaps_with_the_next_transfer_where_the_plan_lets_it() -> N
     assert seconds(traffic, cluster()) == pytest.approx(5 + 5 + 5 + 3)
     traffic.overlaps[:] = [False, True, False]
     assert seconds(traffic, cluster()) == pytest.approx(5 + 5 + 3 + 5 + 3)
+
+
+def test_buckets_in_flight_use_both_directions_of_a_link_and_queue_in_one() -> None:
+    """Buckets of 10 s between nodes, there, back and there, each forwarded in 2 s."""
+    traffic = Built(3, 3)
+    for bucket, (sender, receiver) in enumerate([(0, 1), (1, 0), (0, 1)]):
+        traffic.send(bucket, 0, sender, receiver, NETWORK, 5).send(bucket, 1, receiver, 2, NODE, 10)
+    assert seconds(traffic, cluster()) == pytest.approx(3 * (10 + 2))
+    traffic.overlaps[:] = [False, True, True]
+    # 0 and 1 cross until 10; 0 is forwarded until 12, when 2 sets off; 1 until 14; 2 arrives at 22, and is forwarded
+    assert seconds(traffic, cluster()) == pytest.approx(24)
+    traffic.overlaps[:] = [False, True, False]
+    # the same until 14, when 2 sets off
+    assert seconds(traffic, cluster()) == pytest.approx(26)
+    same_way = Built(2, 2).send(0, 0, 0, 1, NETWORK, 5).send(1, 0, 0, 1, NETWORK, 5)
+    same_way.overlaps[1] = True
+    assert seconds(same_way, cluster()) == pytest.approx(20)
 
 
 def test_ranks_of_a_node_share_its_network() -> None:

@@ -3,18 +3,6 @@
 Training replicas and tensor shards repeat each other, so that most domains differ only in the numbers of their ranks and
 in the start of their boxes, which do not affect the cost. One plan is compiled for each set of equivalent domains.
 
-Seconds are predicted from the bytes that each rank moves and the links of the cluster, for each bucket in turn:
-
-    gather    copies into messages, at memory bandwidth (each byte is read and written)
-    transfer  in each step, links of different classes, and both directions of a link, work at the same time; a rank
-              takes max(received, sent) / bandwidth + latency · messages on its busiest class; if the ranks of a node
-              share a link, the node takes the sum of its ranks' bytes divided by the node's bandwidth
-    spread    copies out of messages and within the rank, at memory bandwidth
-
-Every part ends when its slowest rank ends; all domains are in the same bucket at the same time. The spread of a bucket
-overlaps with the transfer of the next one if the plan allows both in flight. Kernels, stragglers and other traffic are
-ignored.
-
 Shapes: those of `reshard.cost`, with R ranks of all distinct domains, and N nodes that host different ranks.
 """
 
@@ -22,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -31,20 +19,17 @@ import numpy as np
 from hybridengine.errors import PlanError
 from hybridengine.machine import without_garbage_collection
 from hybridengine.models.shapes import DTYPE_BYTES, ModelShape
-from hybridengine.planning.costs.clusters import Cluster, Link
+from hybridengine.planning.costs.clusters import Cluster
+from hybridengine.planning.switch.switch_seconds import (
+    hosted_ranks,
+    joined,
+    line_rate_seconds,
+    predict_seconds,
+)
 from hybridengine.reshard.audit import audit, audit_return
 from hybridengine.reshard.boxes import moved, starts
 from hybridengine.reshard.compiler import compile_plan, inverse_local
-from hybridengine.reshard.cost import (
-    COPIED,
-    GATHERED,
-    REMOTE,
-    SPREAD,
-    RankCost,
-    Traffic,
-    plan_traffic,
-    rank_costs,
-)
+from hybridengine.reshard.cost import REMOTE, RankCost, Traffic, plan_traffic, rank_costs
 from hybridengine.reshard.domains import domains
 from hybridengine.reshard.layout import Layout, LocalParameter
 from hybridengine.reshard.megatron import megatron_layout
@@ -324,74 +309,3 @@ def _contents(source: Layout, destination: Layout, ranks: tuple[int, ...]) -> Pa
 
     contents = tuple(tuple(map(content, shard.parameters)) for shard in distinct)
     return contents, tuple(places[id(shard)] for shard in shards)
-
-
-def joined(domains: Sequence[Traffic]) -> Traffic:
-    """Return the joint traffic of several domains, which are in the same bucket at the same time."""
-    num_buckets = max(len(domain.overlaps_K) for domain in domains)
-
-    def padded(values: np.ndarray, filler: int = 0) -> np.ndarray:
-        missing = [(0, num_buckets - len(values)), *[(0, 0)] * (values.ndim - 1)]
-        return np.pad(values, missing, constant_values=filler)
-
-    return Traffic(
-        np.concatenate([padded(domain.moved_KLDSR) for domain in domains], axis=-1),
-        np.concatenate([padded(domain.messages_KLSR) for domain in domains], axis=-1),
-        np.concatenate([padded(domain.copied_KPR) for domain in domains], axis=-1),
-        np.all([padded(domain.overlaps_K, True) for domain in domains], axis=0),
-    )
-
-
-def hosted_ranks(domains: Sequence[Groups], nodes: NodeMap) -> np.ndarray:
-    """Return how often each node hosts each rank of the distinct domains (`hosts_RN`), with equal nodes merged."""
-    num_nodes = len(nodes.ranks_per_node)
-    hosts_RN = [
-        np.bincount([nodes.node_of(rank) for rank in ranks], minlength=num_nodes)
-        for repeats in domains
-        for ranks in zip(*repeats, strict=True)
-    ]
-    return np.unique(hosts_RN, axis=1)
-
-
-def predict_seconds(traffic: Traffic, hosts_RN: np.ndarray, cluster: Cluster, element_bytes: int) -> float:
-    """Return the seconds from the start of the first bucket to the end of the last one."""
-    moved_KLDSR = element_bytes * traffic.moved_KLDSR
-    transfer_KS = np.zeros_like(moved_KLDSR[:, 0, 0, :, 0], dtype=float)
-    for place, link in enumerate(REMOTE):
-        messages_KDSR = traffic.messages_KLSR[:, place, np.newaxis]
-        if messages_KDSR.any():  # else the cluster may lack the link
-            seconds_KDS = _slowest(moved_KLDSR[:, place], messages_KDSR, hosts_RN, cluster.links.of(link))
-            transfer_KS = np.maximum(transfer_KS, seconds_KDS.max(axis=1))
-
-    def copy_s(copied_KR: np.ndarray) -> list[float]:
-        read_and_written_KR = 2 * element_bytes * copied_KR
-        return _slowest(read_and_written_KR, copied_KR > 0, hosts_RN, cluster.links.same_device).tolist()
-
-    gather_K = copy_s(traffic.copied_KPR[:, GATHERED])
-    spread_K = copy_s(traffic.copied_KPR[:, SPREAD] + traffic.copied_KPR[:, COPIED])
-    total = pending = 0.0  # seconds of the previous bucket's spread
-    for gather, transfer, spread, overlaps in zip(
-        gather_K, transfer_KS.sum(axis=1).tolist(), spread_K, traffic.overlaps_K, strict=True
-    ):
-        total += gather + (max(transfer, pending) if overlaps else transfer + pending)
-        pending = spread
-    return total + pending
-
-
-def line_rate_seconds(traffic: Traffic, hosts_RN: np.ndarray, cluster: Cluster, element_bytes: int) -> float:
-    """Return the seconds of the busiest link for its bytes, a lower bound for any order of buckets."""
-    seconds = [0.0]
-    for link, moved_DR in zip(REMOTE, element_bytes * traffic.moved_KLDSR.sum(axis=(0, 3)), strict=True):
-        if moved_DR.any():
-            seconds.append(
-                _slowest(moved_DR, np.zeros_like(moved_DR), hosts_RN, cluster.links.of(link)).max()
-            )
-    return float(max(seconds))
-
-
-def _slowest(bytes_R: np.ndarray, messages_R: np.ndarray, hosts_RN: np.ndarray, link: Link) -> np.ndarray:
-    """Return the seconds of the slowest rank or node on one class of links; the last axis is ranks."""
-    seconds = (bytes_R / link.bytes_per_s + link.latency_s * messages_R).max(axis=-1)
-    if link.node_bytes_per_s is not None:
-        seconds = np.maximum(seconds, (bytes_R @ hosts_RN).max(axis=-1) / link.node_bytes_per_s)
-    return seconds
