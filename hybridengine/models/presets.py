@@ -84,6 +84,14 @@ _DEEPSEEK_V3: dict[str, object] = {  # other sizes are transformers' defaults, w
     },
 }
 
+_QWEN2_5_VL: dict[str, object] = {  # the family has the other sizes of the tower
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "image_token_id": 151655,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "vision_config": {"hidden_size": 1280, "out_hidden_size": 3584},
+}
+
 # fmt: off
 _PRESETS = (
     _preset("llama3-8b", "meta-llama/Meta-Llama-3-8B-Instruct",
@@ -131,6 +139,8 @@ _PRESETS = (
             _MIXTRAL, 56, 6144, 16384, 48, 8, 32768, 65536, 1e-5, 1e6, **_MIXTRAL_EXPERTS, router_aux_loss_coef=0.001),
     _preset("deepseek-v3", "deepseek-ai/DeepSeek-V3",
             "DeepseekV3ForCausalLM", 61, 7168, 18432, 128, 128, 129280, 163840, 1e-6, 1e4, **_DEEPSEEK_V3),
+    _preset("qwen2.5-vl-7b", "Qwen/Qwen2.5-VL-7B-Instruct",
+            "Qwen2_5_VLForConditionalGeneration", 28, 3584, 18944, 28, 4, 152064, 128000, 1e-6, 1e6, **_QWEN2_5_VL),
 )
 # fmt: on
 

@@ -137,6 +137,7 @@ def test_the_committed_configurations_are_those_that_the_readme_names(
         "moe": (4, 902_144),
         "planner-check": (4, 2_982_656),
         "qwen2.5-7b-8gpu": (8, 7_615_616_512),
+        "qwen2.5-vl-7b-8gpu": (8, 7_615_616_512),
         "qwen3-235b": (256, 235_093_634_560),
         "sft": (2, 310_656),
         "smollm2": (6, 134_515_008),
