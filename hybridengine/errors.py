@@ -14,7 +14,7 @@ class HybridEngineError(Exception):
     """Base class of the errors that this project raises."""
 
     exit_status: ClassVar[int] = 1
-    """Exit status of a command that fails with this error: 1 if the run failed, 2 for bad input."""
+    """Exit status of a command that fails with this error: 1 if the run failed, 2 for bad input, 143 if stopped."""
 
     problems: tuple[str, ...] = ()
     """Problems that `raise_all` has listed in the message."""
@@ -28,6 +28,12 @@ class ConfigError(HybridEngineError):
 
 class UnknownNameError(ConfigError, AttributeError):
     """A dynamic attribute, such as a role or a method of a worker group, does not exist."""
+
+
+class StoppedError(HybridEngineError):
+    """SIGTERM has stopped a command before there was anything to save."""
+
+    exit_status = 143
 
 
 class TopologyError(HybridEngineError):

@@ -19,6 +19,7 @@ from hybridengine.cli.options import between
 from hybridengine.errors import ConfigError
 from hybridengine.launch.node import NodeTask, run_node
 from hybridengine.launch.shape import launched_config, number_of_cpus, shape_of, train_arguments
+from hybridengine.machine import num_gpus
 
 DESCRIPTION = """Take part in a launch: find the address at which the other nodes reach this one, start Ray there with the
 token of the launch, and wait until all nodes have joined. The first node then carries out the run; the others end with
@@ -67,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
         index=index,
         folder=options.launch_folder,
         num_cpus=options.cpus_per_node or max(number_of_cpus(), shape.most_ranks),
-        num_gpus=shape.num_gpus or (0 if config.cluster.device == "cpu" else None),
+        num_gpus=offered_gpus(shape.num_gpus, config.cluster.device),
         run=lambda address: train_arguments(options.config, options.overrides, address),
         lock_file=config.run_folder / LOCK_FILE,
         start_limit_s=options.start_limit,
@@ -77,6 +78,13 @@ def run(options: argparse.Namespace) -> int:
         metrics_port=options.metrics_port,
     )
     return run_node(task, note)
+
+
+def offered_gpus(wanted: int, device: str) -> int | None:
+    """Return the GPUs that Ray offers here: as many as are wanted, if they are there, since Ray believes any number."""
+    if wanted:
+        return min(wanted, num_gpus())
+    return 0 if device == "cpu" else None
 
 
 def _place(options: argparse.Namespace) -> tuple[tuple[str, ...], int]:

@@ -93,7 +93,8 @@ def run_node(task: NodeTask, say: Callable[[str], None]) -> int:
         say(f"{task.host} is done: {str(end).partition(chr(10))[0]}")
     except HybridEngineError as error:
         file, lacks_ray = FAILED.replace("*", str(task.index)), isinstance(error, RayEnded)
-        meeting.write(file, host=task.host, reason=str(error), lacks_ray=lacks_ray)
+        refused = error.exit_status == ConfigError.exit_status
+        meeting.write(file, host=task.host, reason=str(error), lacks_ray=lacks_ray, refused=refused)
         raise
     return 0
 
@@ -207,6 +208,7 @@ class Lead:
                 self._meeting.write_lost([self._without_ray])
             except BaseException as error:
                 reason = str(error) or type(error).__name__
+                status = error.exit_status if isinstance(error, HybridEngineError) else status
                 raise
             finally:
                 self._meeting.write(END, status=status, reason=reason)
@@ -298,12 +300,11 @@ class Lead:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _check(self) -> None:
-        """Raise RayEnded or WorkerError if another node has failed, or WorkerError if this one is asked to stop."""
+        """Raise RayEnded, ConfigError or WorkerError if another node has failed; see `Stopping.check` for this one."""
         self._hear()
         self._stopping.check()
         for file in sorted(self._meeting.folder.glob(FAILED)):
             if (failed := self._meeting.read(file.name)) is not None:
                 self._without_ray = failed["host"]
-                raise (RayEnded if failed.get("lacks_ray") else WorkerError)(
-                    f"node {failed['host']}: {failed['reason']}"
-                )
+                kind = RayEnded if failed["lacks_ray"] else ConfigError if failed["refused"] else WorkerError
+                raise kind(f"node {failed['host']}: {failed['reason']}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 import shlex
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,9 @@ SSH = (
 )
 SSH_FAILED = 255
 """Exit status of ssh that has no connection any more."""
+BAD_INPUT = ConfigError.exit_status
+FILES_OF_A_NODE, OTHER_FILES = 2, 256
+"""Open files of this process for the pipes of each ssh, and for everything else."""
 CHECK_LIMIT_S = 60.0
 """Time limit for a host to answer before the launch."""
 GRACE_S = 180.0
@@ -92,6 +95,7 @@ def parse_hosts(text: str | None, file: Path | None) -> tuple[str, ...]:
 
 def launch(plan: SshLaunch, say: Callable[[str], None]) -> int:
     """Carry out the run, again on other hosts while nodes fail and `retries` lasts; return its exit status."""
+    _allow_files(FILES_OF_A_NODE * len(plan.hosts) + OTHER_FILES)
     failed = list[str]()
     for attempt in range(plan.retries + 1):
         hosts = _answering_hosts(plan, failed, say)
@@ -100,8 +104,10 @@ def launch(plan: SshLaunch, say: Callable[[str], None]) -> int:
         with nodes:
             nodes.start()
             status = nodes.wait(say)
+        if nodes.is_output_closed:
+            raise BrokenPipeError
         lost = nodes.lost
-        if nodes.was_stopped or (status not in (NODE_LOST, SSH_FAILED) and not lost):
+        if nodes.was_stopped or nodes.is_refused or (status not in (NODE_LOST, SSH_FAILED) and not lost):
             return status
         if not lost:
             lost = hosts[:1]  # Ray has ended there, or has lost a node that ssh still reaches
@@ -113,6 +119,18 @@ def launch(plan: SshLaunch, say: Callable[[str], None]) -> int:
     )
 
 
+def _allow_files(needed: int) -> None:
+    """Raise this process's limit of open files; ConfigError if the system allows fewer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"a launch over ssh to as many hosts as are named needs {needed} open files, and this system allows {hard}"
+            " (ulimit -Hn); raise this limit, name fewer hosts, or launch through a scheduler"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
 def _answering_hosts(plan: SshLaunch, failed: Sequence[str], say: Callable[[str], None]) -> list[str]:
     """Return as many hosts as the run has nodes: those that answer, failed ones only if there are no others.
 
@@ -122,11 +140,10 @@ def _answering_hosts(plan: SshLaunch, failed: Sequence[str], say: Callable[[str]
     ordered = [host for host in plan.hosts if host not in failed] + list(failed)
     if len(ordered) < plan.num_nodes:
         raise ConfigError(
-            f"{len(ordered)} hosts are named, and the run needs {plan.num_nodes}; name more hosts, or choose smaller"
+            f"the run needs {plan.num_nodes} hosts, and the list names {len(ordered)}; name more, or choose smaller"
             " parallel sizes"
         )
-    with ThreadPoolExecutor(min(64, len(ordered))) as threads:
-        problems = dict(zip(ordered, threads.map(lambda host: _problem(plan, host), ordered), strict=True))
+    problems = _problems(plan, ordered)
     for host, problem in problems.items():
         if problem:
             say(f"{host} cannot be used: {problem}")
@@ -140,28 +157,39 @@ def _answering_hosts(plan: SshLaunch, failed: Sequence[str], say: Callable[[str]
     return good[: plan.num_nodes]
 
 
-def _problem(plan: SshLaunch, host: str) -> str:
-    """Return why a host cannot be used, or an empty text."""
+def _problems(plan: SshLaunch, hosts: Sequence[str]) -> dict[str, str]:
+    """Return why each host cannot be used, or an empty text."""
     command = remote_command(plan, ["--version"])
+    checks = dict[str, subprocess.Popen[str]]()
     try:
-        done = subprocess.run(
-            [*SSH, *plan.options, host, command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=CHECK_LIMIT_S,
-            check=False,
-        )
+        for host in hosts:
+            checks[host] = subprocess.Popen(
+                [*SSH, *plan.options, host, command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            )
+        deadline = time.monotonic() + CHECK_LIMIT_S
+        return {host: _problem(check, deadline) for host, check in checks.items()}
     except FileNotFoundError:
         raise ConfigError("ssh is not installed on this machine; install an OpenSSH client") from None
+    finally:  # also where the launcher is stopped
+        for check in checks.values():
+            check.kill()
+            check.wait()
+
+
+def _problem(check: subprocess.Popen[str], deadline: float) -> str:
+    try:
+        output, _ = check.communicate(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         return f"no answer within {CHECK_LIMIT_S:g} s"
-    if done.returncode == 0:
+    if check.returncode == 0:
         return ""
-    said = done.stdout.strip().splitlines()
-    return said[-1] if said else f"status {done.returncode}"
+    said = output.strip().splitlines()
+    return said[-1] if said else f"--setup and the check of the version end with status {check.returncode}"
 
 
 def remote_command(plan: SshLaunch, arguments: Iterable[str]) -> str:
@@ -181,8 +209,13 @@ class _Nodes:
     def __init__(self, plan: SshLaunch, hosts: Sequence[str], attempt: int) -> None:
         self.lost: list[str] = []
         """Hosts that failed before the first node ended."""
+        self.is_refused = False
+        """True if a node has found bad input, which another attempt would find again."""
+        self.is_output_closed = False
+        """True if nobody reads what the nodes print."""
         self._plan, self._hosts, self._attempt = plan, hosts, attempt
         self._num_signals, self._num_requests = 0, 0
+        self._ended: set[str] = set()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
         self._printing = threading.Lock()
@@ -234,35 +267,39 @@ class _Nodes:
         first = self._processes[0]
         give_up = None
         while (status := first.poll()) is None:
-            for host, ended in self._newly_lost():
+            for host, ended in self._newly_failed():
                 say(f"{host} has ended with status {ended}; waiting for the run to end")
                 give_up = time.monotonic() + GRACE_S
             if give_up is not None and time.monotonic() > give_up:
                 say(f"the run has not ended within {GRACE_S:g} s after a node has failed: it is ended")
-                return NODE_LOST
+                return BAD_INPUT if self.is_refused else NODE_LOST
             self._pass_signals()
             time.sleep(0.2)
         deadline = time.monotonic() + (SETTLE_LIMIT_S if status and not self.was_stopped else 0)
         while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
             time.sleep(0.2)
-        for host, ended in self._newly_lost():
+        for host, ended in self._newly_failed():
             say(f"{host} has ended with status {ended}")
         if status == SSH_FAILED:
             self.lost.append(self._hosts[0])
         if status == 0:
             self.lost.clear()  # the run has done without
+        elif self.is_refused:
+            return BAD_INPUT
         return status if status >= 0 else 128 - status
 
-    def _newly_lost(self) -> list[tuple[str, int]]:
+    def _newly_failed(self) -> list[tuple[str, int]]:
         """Return hosts beside the first one that have failed since the last call, with their statuses."""
-        others = zip(self._hosts[1:], self._processes[1:], strict=True)
-        found = [
-            (host, status)
-            for host, process in others
-            if host not in self.lost and (status := process.poll()) not in (None, 0)
-        ]
-        self.lost += [host for host, _ in found]
-        return found  # pyright: ignore[reportReturnType]
+        found = list[tuple[str, int]]()
+        for host, process in zip(self._hosts[1:], self._processes[1:], strict=True):
+            if host not in self._ended and (status := process.poll()):
+                found.append((host, status))
+                self._ended.add(host)
+                if status == BAD_INPUT:
+                    self.is_refused = True
+                else:
+                    self.lost.append(host)
+        return found
 
     def _count(self, *_: object) -> None:
         self._num_signals += 1
@@ -279,6 +316,12 @@ class _Nodes:
 
     def _print(self, host: str, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
+        for line in process.stdout:  # to the end: a node whose output nobody takes stands still
             with self._printing:
-                print(f"{host}: {line.decode(errors='replace').rstrip()}", flush=True)
+                if self.is_output_closed:
+                    continue
+                try:
+                    print(f"{host}: {line.decode(errors='replace').rstrip()}", flush=True)
+                except BrokenPipeError:
+                    self.is_output_closed = True
+                    self._count()

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from hybridengine.errors import WorkerError
+from hybridengine.errors import StoppedError, WorkerError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -24,6 +24,7 @@ class Stopping:
         has saved its step.
         """
         self.asked, self.is_cut_off = False, False
+        self._is_interrupted = False
         self._leads, self._say = leads, say
         self._run: subprocess.Popen[bytes] | None = None
         for number in SIGNALS:
@@ -38,14 +39,20 @@ class Stopping:
             run.terminate()
 
     def check(self) -> None:
-        """Raise WorkerError if the launcher is gone, or the first node is asked to stop before its run starts."""
+        """Raise an error if the launcher is gone, or the first node is asked to stop before its run starts.
+
+        Raises:
+            WorkerError: the launcher is gone.
+            StoppedError, KeyboardInterrupt: SIGTERM or SIGINT came before the run.
+        """
         if self.is_cut_off:
             raise WorkerError("the connection to the launcher is gone; start the launch again")
         if self.asked and self._leads and self._run is None:
-            raise WorkerError("stopped before the run began; start the launch again")
+            text = "stopped before the run began; start the launch again"
+            raise KeyboardInterrupt(text) if self._is_interrupted else StoppedError(text)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        self.asked = True
+        self.asked, self._is_interrupted = True, number == signal.SIGINT
         if not self._leads:
             self._say(
                 f"{signal.Signals(number).name}: this node ends with the run, which the first node stops"

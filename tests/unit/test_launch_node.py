@@ -18,13 +18,14 @@ import psutil
 import pytest
 
 from hybridengine.checkpoints.run_lock import is_locked, run_lock
+from hybridengine.cli import launch_node
 from hybridengine.cli.main import main
-from hybridengine.errors import ConfigError, WorkerError
+from hybridengine.errors import ConfigError, StoppedError, WorkerError
 from hybridengine.launch import ray_node
 from hybridengine.launch.addresses import answering, common_address, own_addresses, reached
 from hybridengine.launch.meeting import END, LOST, Meeting, listed
 from hybridengine.launch.node import NODE_LOST, NodeTask, run_node, versions
-from hybridengine.launch.ray_node import RayNode, token_environment
+from hybridengine.launch.ray_node import RayEnded, RayNode, token_environment
 from hybridengine.launch.stopping import SIGNALS
 
 Carried = namedtuple("Carried", "family address")
@@ -227,20 +228,24 @@ def test_a_node_on_which_ray_does_not_start_is_lost(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.usefixtures("signals")
-@pytest.mark.parametrize("lacks_ray", [True, False])
+@pytest.mark.parametrize("error", [RayEnded, ConfigError, WorkerError])
 def test_another_node_on_which_ray_does_not_start_is_lost(
-    lacks_ray: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """What is refused there, such as other versions, is refused by the launch: another attempt would be as well."""
     monkeypatch.setattr("hybridengine.launch.node.own_addresses", lambda *_: ["127.0.0.1"])
-    Meeting(tmp_path, print).write("failed-1.json", host="b", reason="no room", lacks_ray=lacks_ray)
+    kind = {"lacks_ray": error is RayEnded, "refused": error is ConfigError}
+    Meeting(tmp_path, print).write("failed-1.json", host="b", reason="no room", **kind)
     task = task_of(tmp_path, 0, "a", "b")
-    if lacks_ray:
+    if error is RayEnded:
         assert run_node(task, print) == NODE_LOST
         assert (tmp_path / LOST).read_text() == "b\n"
         return
-    with pytest.raises(WorkerError, match="node b: no room"):
+    with pytest.raises(error, match="node b: no room"):
         run_node(task, print)
     assert not (tmp_path / LOST).exists()
+    end = Meeting(tmp_path, print).read(END)
+    assert end is not None and end["status"] == (2 if error is ConfigError else 1)
 
 
 def test_many_missing_nodes_are_counted():
@@ -264,6 +269,32 @@ time.sleep(1000)
         assert os.getsid(pid) == pid, "signals for the node's group do not reach it"
         node.send_signal(signal.SIGKILL)
     wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize(("number", "error"), [("SIGTERM", StoppedError), ("SIGINT", KeyboardInterrupt)])
+def test_a_signal_before_the_run_is_no_failure(number: str, error: type[BaseException], tmp_path: Path):
+    """The command ends with 143 or 130, as it does later."""
+    task = task_of(tmp_path, 0, "a", "b")
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), getattr(signal, number)))
+    timer.start()
+    with pytest.raises(error, match="stopped before the run began; start the launch again"):
+        run_node(task, print)
+    assert StoppedError.exit_status == 143
+    end = Meeting(tmp_path, print).read(END)
+    assert end is not None and end["reason"].startswith("stopped before the run began")
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted", "device", "offered"),
+    [(8, 4, "cuda", 4), (2, 4, "cuda", 2), (0, 4, "cuda", 0), (8, 0, "cpu", 0), (8, 0, "auto", None)],
+)
+def test_ray_is_not_told_of_gpus_that_are_not_there(
+    there: int, wanted: int, device: str, offered: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    """It believes any number, and ranks would start without a device."""
+    monkeypatch.setattr(launch_node, "num_gpus", lambda: there)
+    assert launch_node.offered_gpus(wanted, device) == offered
 
 
 ATTACHED = """

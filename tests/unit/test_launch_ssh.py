@@ -66,6 +66,25 @@ def with_hosts(plan: SshLaunch, *hosts: str) -> SshLaunch:
     return SshLaunch(**{**vars(plan), "hosts": hosts})
 
 
+def program(plan: SshLaunch, before: str) -> list[str]:
+    """Return the command of a process of its own that launches, after some lines of Python."""
+    values = {key: value for key, value in vars(plan).items() if key != "arguments"}
+    text = f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from hybridengine.cli import launch_ssh, main
+from hybridengine.launch.ssh import SshLaunch, launch
+started = lambda index: None
+{before}
+def arguments(hosts, index, attempt):
+    started(index)
+    return [str(index), str(attempt)]
+launch_ssh.run = lambda options: launch(SshLaunch(**{values!r}, arguments=arguments), launch_ssh.note)
+sys.exit(main.main(["launch", "ssh", "run.yaml", "--hosts", "a"]))
+"""
+    return [sys.executable, "-c", text]
+
+
 def started() -> list[str]:
     return sorted(Path("started").read_text().splitlines())
 
@@ -120,6 +139,51 @@ def test_a_host_that_fails_after_the_first_node_has_ended_is_replaced(
     assert {"a 0 of attempt 1", "c 1 of attempt 1"} <= set(started())
 
 
+@pytest.mark.parametrize("first", ["ends", "goes on"])
+def test_bad_input_that_a_host_finds_is_not_tried_again(
+    first: str, plan: SshLaunch, monkeypatch: pytest.MonkeyPatch
+):
+    """Such as other versions: spare hosts would not help, and the host has said why."""
+    monkeypatch.setattr(ssh, "GRACE_S", 0.5)
+    monkeypatch.setattr(ssh, "SETTLE_LIMIT_S", 30)
+    monkeypatch.setenv("BROKEN", "2")
+    if first == "ends":
+        Path("end-0").write_text("1")
+    assert launch(with_hosts(plan, "a", "broken", "c"), print) == 2
+    assert started() == ["a 0 of attempt 0", "broken 1 of attempt 0"]
+
+
+def test_a_launch_whose_output_nobody_reads_stops_the_run(plan: SshLaunch):
+    """A node that prints more than a pipe holds would stand still, and could save nothing."""
+    text = PYTHON.replace('echo "hello from $3"', 'for i in {1..20000}; do echo "hello from $3"; done')
+    Path("python").write_text(text)
+    with subprocess.Popen(program(plan, ""), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        try:
+            assert process.wait(60) == 141
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("hard", [1024, 200])
+def test_a_launch_on_many_hosts_raises_its_limit_of_open_files(hard: int, plan: SshLaunch):
+    plan = with_hosts(plan, *[f"host{number}" for number in range(200)])
+    Path("end-0").write_text("0")
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, {hard}))"
+    command = program(SshLaunch(**{**vars(plan), "num_nodes": 200}), limit)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if hard == 200:
+        assert (
+            "needs 656 open files, and this system allows 200 (ulimit -Hn); raise this limit" in done.stderr
+        )
+        assert done.returncode == 2
+    else:
+        assert done.returncode == 0, done.stderr
+        assert len(started()) == 200
+
+
 def test_attempts_end(plan: SshLaunch):
     for attempt in range(3):
         Path(f"end-{attempt}").write_text("75")
@@ -140,7 +204,7 @@ def test_too_few_hosts_that_answer_are_named_with_the_reason(plan: SshLaunch):
     ):
         launch(plan, print)
     assert not Path("started").exists(), "nothing is started"
-    with pytest.raises(ConfigError, match="1 hosts are named, and the run needs 2"):
+    with pytest.raises(ConfigError, match="the run needs 2 hosts, and the list names 1; name more"):
         launch(with_hosts(plan, "b"), print)
 
 
@@ -151,26 +215,14 @@ def test_a_folder_that_a_host_lacks_is_found_before_the_start(plan: SshLaunch):
 
 @pytest.mark.parametrize("moment", ["between two nodes", "with all nodes"])
 def test_a_launch_asks_the_first_node_to_stop(moment: str, plan: SshLaunch):
-    values = {key: value for key, value in vars(plan).items() if key != "arguments"}
-    program = f"""
-import os, signal, sys
-from hybridengine.launch.ssh import SshLaunch, launch
-def arguments(hosts, index, attempt):
-    if index == 1 and {moment == "between two nodes"}:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return [str(index), str(attempt)]
-sys.exit(launch(SshLaunch(**{values!r}, arguments=arguments), print))
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-    ) as process:
+    signalling = "def started(index):\n    if index == 1: os.kill(os.getpid(), signal.SIGTERM)"
+    between = moment == "between two nodes"
+    command = program(plan, signalling if between else "")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
         while not (Path("started").exists() and len(started()) == 2) and time.monotonic() < deadline:
             time.sleep(0.05)
-        if moment == "with all nodes":
+        if not between:
             process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
@@ -226,6 +278,6 @@ def test_wrong_files_are_refused(tmp_path: Path):
 
 def test_the_command_tells_bad_input_before_anything_starts(capsys: pytest.CaptureFixture[str]):
     assert main(["launch", "ssh", "configs/llama3-70b-16nodes.yaml", "--hosts", "a,b"]) == 2
-    assert "2 hosts are named, and the run needs 16; name more hosts" in capsys.readouterr().err
+    assert "the run needs 16 hosts, and the list names 2; name more" in capsys.readouterr().err
     assert main(["launch", "ssh", "configs/arithmetic.yaml"]) == 2
     assert "one of the arguments --hosts --hostfile is required" in capsys.readouterr().err

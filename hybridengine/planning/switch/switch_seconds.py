@@ -3,9 +3,11 @@
 Of each bucket:
 
     gather    copies into messages, at memory bandwidth (each byte is read and written)
-    transfer  in each step, a rank's link of each class is busy for bytes / bandwidth + latency · messages, in each
-              direction; if the ranks of a node share a link, this one for the sum of their bytes / the node's bandwidth
-    spread    copies out of messages, at memory bandwidth
+    transfer  in each step, a rank's link of each class is busy for bytes / bandwidth + latency · messages (sent and
+              received), in each direction; if the ranks of a node share a link, this one for the sum of their bytes / the
+              node's bandwidth
+    local     copies within a rank, while the first step is under way
+    spread    copies out of messages, at memory bandwidth, counted after the last step
 
 Steps queue on the links that they use, and end when the last of these has carried them; all ranks of all domains wait for
 that. Two buckets are in flight where the plan allows it: the first step of one is transferred beside what is left of the

@@ -228,7 +228,7 @@ def test_an_interface_that_leads_nowhere(tmp_path: Path, warm_ray: dict[str, str
         found = examine(cluster, tmp_path)
     assert found.status == 1
     # Ray gives the host up before or after it is examined.
-    cut_off = f"{addresses[1]}: the node does not answer: 10.77.0.1 cannot connect to it ("
+    cut_off = f"{addresses[1]} (host second): the node does not answer: 10.77.0.1 cannot connect to it ("
     given_up = f"10.77.0.1 with 2 CPUs and 0 GPUs; {addresses[1]} (host second), which no longer answers Ray"
     assert cut_off in found.console or given_up in found.console, found.console
 
