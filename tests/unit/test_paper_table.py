@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridengine.cli.main import main
 from scripts import paper_table
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "explanation" / "resharding.md"
@@ -55,3 +56,12 @@ def test_the_document_shows_todays_tables() -> None:
         assert table in text, (
             f"replace the table of docs/explanation/resharding.md by: python scripts/paper_table.py\n{table}"
         )
+
+
+def test_the_document_shows_todays_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, block = DOCUMENT.read_text().partition("$ hybridengine reshard plan ")
+    command, _, output = block.partition("```")[0].partition("\n\n")
+    arguments = command.replace("\\\n", " ").partition(" --plot")[0].split()
+    assert main(["reshard", "plan", *arguments]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()]
+    assert printed == [line.rstrip() for line in output.strip().splitlines()]
