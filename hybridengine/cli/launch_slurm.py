@@ -163,6 +163,10 @@ def _pairs(option: str, texts: Sequence[str]) -> dict[str, str]:
         name, _, value = text.lstrip("-").partition("=")
         if not name:
             raise ConfigError(f"{option} {text!r} has no name; write NAME=VALUE, such as reservation=team")
+        if len(name) == 1:
+            raise ConfigError(
+                f"{option} {text!r} has the short name of an option; write the long one, such as nodes for N"
+            )
         found[name] = value
     return found
 
