@@ -351,7 +351,7 @@ def respond_by_episodes(
         "rollout_log_probs": log_probs,
         **episode_columns([*known.values()], section),
     }
-    if any(len(one) for rollout in known.values() for one in rollout.supports):
+    if section.restricts:  # also if all of this rank's episodes have failed: others have the column
         rows = (support_row(rollout.supports) for rollout in known.values())
         found[SUPPORTS] = NonTensorStack(*rows)
     if section.routing_replay:

@@ -98,6 +98,10 @@ async def does_what_the_answer_says(client: Client, row: Row) -> object:
     return 1.0
 
 
+async def fails(client: Client, row: Row) -> float:
+    raise ValueError("nothing was drawn")
+
+
 def not_async(client: Client, row: Row) -> float:
     return 0.0
 

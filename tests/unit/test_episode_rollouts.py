@@ -1,0 +1,153 @@
+"""Episodes on an engine that draws tokens by their places, with functions in real processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from tensordict import NonTensorStack, TensorDict
+
+import workers.episodes
+from hybridengine.backends.engine import Request, Response
+from hybridengine.config import load_config
+from hybridengine.data.datasets import EPISODE_ROWS
+from hybridengine.episodes.processes import Episodes
+from hybridengine.rows.supports import SUPPORTS
+from workers.episodes import EpisodeRollouts, respond_by_episodes
+
+PROMPT = [2, 3, 4]
+WIDTH = 24
+NUM_LAYERS, NUM_ACTIVE = 2, 3
+
+
+class FakeEngine:
+    """Draws a token per step for each request: token p of a response is 10 + p, and position p has the expert p."""
+
+    vocab_size = 60
+    no_routes = np.zeros((0, NUM_LAYERS, NUM_ACTIVE), np.int16)
+
+    def __init__(self, most: int = WIDTH) -> None:
+        self.most = most
+        """Tokens of a response after which it draws no more."""
+        self.running: dict[str, tuple[Request, Response]] = {}
+        self.added: list[Request] = []
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.running)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        self.added += requests
+        self.running |= {one.request_id: (one, Response(one.request_id, supports=[])) for one in requests}
+
+    def advance(self, num_steps: int) -> list[Response]:
+        assert num_steps == 1
+        ended = []
+        for request, response in [*self.running.values()]:
+            place = request.first_position + len(response.token_ids)
+            if place < self.most:
+                response.token_ids.append(10 + place)
+                response.log_probs.append(-1.0 - place)
+                response.versions.append(3)
+                assert response.supports is not None
+                response.supports.append(np.array([10 + place], np.int32))
+            if len(response.token_ids) == request.sampling.max_tokens:
+                response.finish_reason = "length"
+                ended += self.abort([request.request_id])
+        return ended
+
+    def progress(self) -> list[Response]:
+        for request, response in self.running.values():
+            end = len(request.prompt_token_ids) + max(0, len(response.token_ids) - 1)
+            positions = np.arange(request.num_routed, end, dtype=np.int16)
+            response.routes = np.broadcast_to(
+                positions[:, None, None], (len(positions), NUM_LAYERS, NUM_ACTIVE)
+            )
+        return [response for _, response in self.running.values()]
+
+    def abort(self, request_ids: Iterable[str]) -> list[Response]:
+        dropped = {*request_ids}
+        found = [response for response in self.progress() if response.request_id in dropped]
+        self.running = {name: one for name, one in self.running.items() if name not in dropped}
+        return found
+
+
+class Alone:
+    """The only rank of an engine."""
+
+    is_here = True
+
+    def share(self, value: Any) -> Any:
+        return value
+
+
+class Runs:
+    """Starts the episodes of runs, and ends them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started: list[EpisodeRollouts] = []
+
+    def start(
+        self, engine: FakeEngine, function: str = "does_what_the_answer_says", **rollout: Any
+    ) -> EpisodeRollouts:
+        episode = {"function": f"tests.unit.episode_cases:{function}"}
+        sections = {
+            "base": str(
+                Path("configs/moe.yaml" if "routing_replay" in rollout else "configs/grpo.yaml").absolute()
+            ),
+            "warmup": None,
+            "rollout": {"max_response_tokens": WIDTH, "episode": episode, **rollout},
+            "reward": {"kind": "episode"},
+        }
+        (self._folder / "run.yaml").write_text(yaml.safe_dump(sections))
+        self.section = load_config(self._folder / "run.yaml").rollout
+        self._started.append(EpisodeRollouts(load_config(self._folder / "run.yaml"), engine, Alone(), ()))  # type: ignore[arg-type]
+        return self._started[-1]
+
+    def close(self) -> None:
+        for one in self._started:
+            one.close()
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
+    def without_tokenizer(section: Any, limits: Any, tokenizer: str, start_timeout_s: float) -> Episodes:
+        return Episodes(section, limits, None, start_timeout_s)
+
+    monkeypatch.setattr(workers.episodes, "Episodes", without_tokenizer)
+    monkeypatch.setattr(workers.episodes, "STEPS", 4)
+    found = Runs(tmp_path)
+    yield found
+    found.close()
+
+
+def prompts(*answers: str) -> TensorDict:
+    rows = TensorDict(
+        {
+            "prompt_tokens": torch.tensor([PROMPT] * len(answers)),
+            "prompt_lengths": torch.full((len(answers),), len(PROMPT)),
+        },
+        batch_size=[len(answers)],
+    )
+    texts = [
+        json.dumps({"place": f"row {row}", "number": row, "prompt": "1", "answer": answer})
+        for row, answer in enumerate(answers)
+    ]
+    rows[EPISODE_ROWS] = NonTensorStack(*texts)
+    return rows
+
+
+def test_supports_are_a_column_of_rows_that_all_fail(runs: Runs) -> None:
+    """Other ranks have it, and its absence would end the run."""
+    rollouts = runs.start(FakeEngine(), "fails", top_k=5)
+    rows = respond_by_episodes(rollouts, prompts("1", "2"), [8, 9], runs.section, 0, greedy=False)
+    assert [len(one) for one in rows[SUPPORTS]] == [0, 0]
+    whole = runs.section.model_copy(update={"top_k": 0})
+    assert SUPPORTS not in respond_by_episodes(rollouts, prompts("1"), [8], whole, 0, greedy=False).keys()  # noqa: SIM118
