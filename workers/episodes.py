@@ -102,10 +102,10 @@ class _Stream:
             self.num_routed += len(self.routes[-1])
             self.num_taken = len(response.routes)
 
-    def take_routes(self) -> np.ndarray:
-        """Return the experts that the controller does not know, once."""
+    def take_routes(self, none: np.ndarray) -> np.ndarray:
+        """Return the experts that the controller does not know, once; `none` are those of no tokens."""
         routes, self.routes = self.routes, []
-        return np.concatenate(routes) if routes else np.zeros((0, 0, 0), np.int16)
+        return np.concatenate([none, *routes])
 
     def turn_drawn(self, number: int) -> wire.DrawnTurn:
         """Return a complete turn as the episode gets it."""
@@ -279,7 +279,7 @@ class EpisodeRollouts:
         """Return what is new in all episodes."""
         streams = [*self._ended, *self._streams.values()]
         streams = [one for one in streams if one.outcome is not None or len(one.tokens) > one.told]
-        kept = [one.told for one in streams]
+        kept, no_routes = [one.told for one in streams], self._engine.no_routes
 
         def joined(name: str, kind: type) -> np.ndarray:
             parts = [getattr(one, name)[told:] for one, told in zip(streams, kept, strict=True)]
@@ -296,7 +296,7 @@ class EpisodeRollouts:
             versions=joined("versions", np.int32),
             marks=joined("marks", np.uint8),
             kept=np.array(kept, dtype=np.int64),
-            routes=tuple(one.take_routes() for one in streams) if self._rollout.routing_replay else (),
+            routes=() if no_routes is None else tuple(one.take_routes(no_routes) for one in streams),
             supports=DrawnSupports.of(
                 [part for one, told in zip(streams, kept, strict=True) for part in one.supports[told:]]
             ),

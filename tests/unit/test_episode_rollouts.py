@@ -18,6 +18,7 @@ from hybridengine.backends.engine import Request, Response
 from hybridengine.config import load_config
 from hybridengine.data.datasets import EPISODE_ROWS
 from hybridengine.episodes.processes import Episodes
+from hybridengine.rows.micro_batches import ROUTES
 from hybridengine.rows.supports import SUPPORTS
 from workers.episodes import EpisodeRollouts, respond_by_episodes
 
@@ -30,9 +31,9 @@ class FakeEngine:
     """Draws a token per step for each request: token p of a response is 10 + p, and position p has the expert p."""
 
     vocab_size = 60
-    no_routes = np.zeros((0, NUM_LAYERS, NUM_ACTIVE), np.int16)
 
-    def __init__(self, most: int = WIDTH) -> None:
+    def __init__(self, most: int = WIDTH, *, keeps_routes: bool = False) -> None:
+        self.no_routes = np.zeros((0, NUM_LAYERS, NUM_ACTIVE), np.int16) if keeps_routes else None
         self.most = most
         """Tokens of a response after which it draws no more."""
         self.running: dict[str, tuple[Request, Response]] = {}
@@ -63,7 +64,7 @@ class FakeEngine:
         return ended
 
     def progress(self) -> list[Response]:
-        for request, response in self.running.values():
+        for request, response in self.running.values() if self.no_routes is not None else ():
             end = len(request.prompt_token_ids) + max(0, len(response.token_ids) - 1)
             positions = np.arange(request.num_routed, end, dtype=np.int16)
             response.routes = np.broadcast_to(
@@ -144,6 +145,9 @@ def prompts(*answers: str) -> TensorDict:
     return rows
 
 
+MOE = {"routing_replay": True, "top_k": 5}
+
+
 def test_supports_are_a_column_of_rows_that_all_fail(runs: Runs) -> None:
     """Other ranks have it, and its absence would end the run."""
     rollouts = runs.start(FakeEngine(), "fails", top_k=5)
@@ -151,3 +155,22 @@ def test_supports_are_a_column_of_rows_that_all_fail(runs: Runs) -> None:
     assert [len(one) for one in rows[SUPPORTS]] == [0, 0]
     whole = runs.section.model_copy(update={"top_k": 0})
     assert SUPPORTS not in respond_by_episodes(rollouts, prompts("1"), [8], whole, 0, greedy=False).keys()  # noqa: SIM118
+
+
+def test_experts_of_episodes_that_fail_or_end_late(runs: Runs) -> None:
+    """Row 0 fails after its turn, row 1 ends in a later call than its last token."""
+    rollouts = runs.start(FakeEngine(keeps_routes=True), **MOE)
+    rows = respond_by_episodes(rollouts, prompts("raise", "nap"), [8, 9], runs.section, 0, greedy=False)
+    assert rows["response_lengths"].tolist() == [2, 2]
+    width = len(PROMPT) + WIDTH
+    expected = [*range(len(PROMPT) + 1), *[-1] * (width - len(PROMPT) - 1)]
+    assert rows[ROUTES].shape == (2, width, NUM_LAYERS, NUM_ACTIVE)
+    assert rows[ROUTES][:, :, 1, 2].tolist() == [expected] * 2
+    assert [len(one) for one in rows[SUPPORTS]] == [4, 4]
+
+
+def test_experts_of_episodes_that_fail_before_a_turn(runs: Runs) -> None:
+    rollouts = runs.start(FakeEngine(keeps_routes=True), "fails", **MOE)
+    rows = respond_by_episodes(rollouts, prompts("1", "2"), [8, 9], runs.section, 0, greedy=False)
+    assert rows[ROUTES].shape == (2, len(PROMPT) + WIDTH, NUM_LAYERS, NUM_ACTIVE)
+    assert (rows[ROUTES] == -1).all()
