@@ -68,6 +68,8 @@ class _Stream:
     """Experts that the controller does not know, [n, L, K] each."""
     told: int = 0
     """Number of tokens that the controller knows."""
+    told_routes: int = 0
+    """Number of tokens of prompt and response whose experts it knows."""
     outcome: wire.Ended | None = None
 
     def add(self, wanted: wire.Wanted) -> None:
@@ -78,9 +80,7 @@ class _Stream:
         marks = [ADDED] * len(wanted.added)
         is_known = self.tokens[begin:end] == wanted.added and self.marks[begin:end] == marks
         if not is_known or any(mark != DRAWN for mark in self.marks[end:]):
-            for values in (self.tokens, self.log_probs, self.versions, self.marks, self.supports):
-                del values[begin:]
-            self.told = min(self.told, begin)
+            self.cut(begin)
             self.tokens += wanted.added
             self.log_probs += [0.0] * len(marks)
             self.versions += [-1] * len(marks)
@@ -102,9 +102,24 @@ class _Stream:
             self.num_routed += len(self.routes[-1])
             self.num_taken = len(response.routes)
 
+    def cut(self, place: int) -> None:
+        """Forget the tokens from a place on, and the experts of these and of the one before, which would be the last."""
+        for values in (self.tokens, self.log_probs, self.versions, self.marks, self.supports):
+            del values[place:]
+        self.told = min(self.told, place)
+        most = max(0, len(self.prompt) + place - 1)
+        self.told_routes, self.num_routed = min(self.told_routes, most), min(self.num_routed, most)
+        if self.routes:
+            self.routes = [np.concatenate(self.routes)[: most - self.told_routes]]
+
+    def keep_turns(self, count: int) -> None:
+        """Forget what follows the first `count` turns."""
+        if count < len(self.turns):
+            self.cut(self.turns[count])
+
     def take_routes(self, none: np.ndarray) -> np.ndarray:
         """Return the experts that the controller does not know, once; `none` are those of no tokens."""
-        routes, self.routes = self.routes, []
+        routes, self.routes, self.told_routes = self.routes, [], self.num_routed
         return np.concatenate([none, *routes])
 
     def turn_drawn(self, number: int) -> wire.DrawnTurn:
@@ -185,6 +200,7 @@ class EpisodeRollouts:
                 int(rows["drawn_routes"][place]),
                 *(rows[name][place, :length].tolist() for name in ("drawn_tokens", *TOKEN_COLUMNS)),
                 told=length,
+                told_routes=int(rows["drawn_routes"][place]),
             )
             turns = stream.complete_turns()
             self._streams[stream.number] = stream
@@ -232,12 +248,7 @@ class EpisodeRollouts:
     def _request(self, stream: _Stream, wanted: wire.Wanted) -> None:
         """Queue the request for a turn, or for the rest of one that another engine has begun."""
         self._engine.abort([str(stream.number)])  # another turn, which it wanted before its process ended
-        num_routed = stream.num_routed
         stream.add(wanted)
-        if num_routed > len(stream.prompt) + stream.first:
-            self._episodes.drop([stream.number])
-            text = "it added other tokens than before its engine changed, and experts of those after them are known"
-            return self._end(stream, wire.Ended(stream.number, kind="process", text=text, turn=wanted.turn))
         begun = stream.first - stream.turns[-1] - len(wanted.added)
         stops = (*self._stops, *wanted.stop_token_ids)
         sampling = SamplingSettings.of(self._rollout, wanted.max_tokens - begun, stops, greedy=self._greedy)
@@ -261,7 +272,10 @@ class EpisodeRollouts:
             self._episodes.answer(stream.number, stream.turn_drawn(len(stream.turns) - 1))
 
     def _end(self, stream: _Stream, ended: wire.Ended) -> None:
-        """Take an episode for ended; raise DataError if it has failed and failures end the run."""
+        """Take an episode for ended, with the turns that its function has had.
+
+        Raises DataError if it has failed and failures end the run.
+        """
         if ended.kind:
             text = f"rollout.episode.function={self._section.function}, {stream.row}, turn {ended.turn}: {ended.text}"
             if self._section.on_failure == "fail":
@@ -272,6 +286,8 @@ class EpisodeRollouts:
                 self._failures.warn(f"response {stream.number} is dropped: {text}", ended.kind)
         for response in self._engine.abort([str(stream.number)]):
             stream.draw(response)
+        if not ended.kind:  # turns may follow that only an earlier start had, or that nobody has waited for
+            stream.keep_turns(len(ended.trained))
         stream.outcome = ended
         self._ended.append(self._streams.pop(stream.number))
 
@@ -296,6 +312,7 @@ class EpisodeRollouts:
             versions=joined("versions", np.int32),
             marks=joined("marks", np.uint8),
             kept=np.array(kept, dtype=np.int64),
+            kept_routes=np.array([one.told_routes for one in streams], dtype=np.int64),
             routes=() if no_routes is None else tuple(one.take_routes(no_routes) for one in streams),
             supports=DrawnSupports.of(
                 [part for one, told in zip(streams, kept, strict=True) for part in one.supports[told:]]

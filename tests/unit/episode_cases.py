@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -58,6 +59,11 @@ async def does_what_the_answer_says(client: Client, row: Row) -> object:
             time.sleep(3600)
         case ["nap"]:
             await asyncio.sleep(1)
+        case ["abandon"]:
+            client.add([7])
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(client.generate(max_tokens=8), 0.5)
+            return Result(-1.0, turns=client.turns[1:])
         case ["die"]:
             os._exit(7)
         case ["kill"]:

@@ -18,7 +18,12 @@ from hybridengine.backends.engine import Request, Response
 from hybridengine.config import load_config
 from hybridengine.data.datasets import EPISODE_ROWS
 from hybridengine.episodes.processes import Episodes
-from hybridengine.rows.micro_batches import ROUTES
+from hybridengine.episodes.wire import Ended
+from hybridengine.report import keys
+from hybridengine.rollouts.drawn import ADDED, CUT, DRAWN
+from hybridengine.rollouts.episodes import episode_columns
+from hybridengine.rollouts.queue import Rollout
+from hybridengine.rows.micro_batches import RESPONSE_MASK, ROUTES
 from hybridengine.rows.supports import SUPPORTS
 from workers.episodes import EpisodeRollouts, respond_by_episodes
 
@@ -145,6 +150,52 @@ def prompts(*answers: str) -> TensorDict:
     return rows
 
 
+def known(marks: Sequence[int]) -> Rollout:
+    """Return the response of number 0 that an earlier engine has begun, with the experts of all tokens but the last."""
+    positions = np.arange(len(PROMPT) + len(marks) - 1, dtype=np.int16)
+    routes = np.broadcast_to(positions[:, None, None], (len(positions), NUM_LAYERS, NUM_ACTIVE))
+    return Rollout(
+        0,
+        tokens=[7 if mark == ADDED else 10 + place for place, mark in enumerate(marks)],
+        log_probs=[0.0 if mark == ADDED else -1.0 - place for place, mark in enumerate(marks)],
+        versions=[-1 if mark == ADDED else 3 for mark in marks],
+        supports=[
+            np.array([] if mark == ADDED else [10 + place], np.int32) for place, mark in enumerate(marks)
+        ],
+        routes=[routes],
+        marks=[*marks],
+    )
+
+
+def finish(rollouts: EpisodeRollouts, rollout: Rollout, answer: str) -> None:
+    """Draw the rest of a response in calls of a few steps."""
+    columns = {
+        "numbers": torch.tensor([0]),
+        "seeds": torch.tensor([5]),
+        "drawn_lengths": torch.tensor([len(rollout.tokens)]),
+        "drawn_routes": torch.tensor([rollout.num_routed]),
+        **{
+            f"drawn_{name}": torch.tensor([getattr(rollout, name)])
+            for name in ("tokens", "log_probs", "versions", "marks")
+        },
+    }
+    rollouts.begin(prompts(answer).update(columns))
+    while not rollout.has_ended:
+        drawn = rollouts.advance(2)
+        supports = drawn.supports.each(drawn.num_tokens)
+        for index, (_, has_ended, place) in enumerate(drawn.parts()):
+            rollout.record(drawn, index, place, supports, has_ended=has_ended)
+
+
+def assert_ends_after(rollout: Rollout, marks: Sequence[int]) -> None:
+    """Assert that a response is that of `known`."""
+    expected = known(marks)
+    for name in ("tokens", "log_probs", "versions", "marks"):
+        assert getattr(rollout, name) == getattr(expected, name), name
+    assert [one.tolist() for one in rollout.supports] == [one.tolist() for one in expected.supports]
+    assert np.concatenate(rollout.routes)[:, 0, 0].tolist() == [*range(len(PROMPT) + len(marks) - 1)]
+
+
 MOE = {"routing_replay": True, "top_k": 5}
 
 
@@ -174,3 +225,50 @@ def test_experts_of_episodes_that_fail_before_a_turn(runs: Runs) -> None:
     rows = respond_by_episodes(rollouts, prompts("1", "2"), [8, 9], runs.section, 0, greedy=False)
     assert rows[ROUTES].shape == (2, len(PROMPT) + WIDTH, NUM_LAYERS, NUM_ACTIVE)
     assert (rows[ROUTES] == -1).all()
+
+
+ONE_TURN = [DRAWN, CUT]
+TWO_TURNS = [*ONE_TURN, ADDED, ADDED, DRAWN, CUT]
+
+
+@pytest.mark.parametrize("left", [TWO_TURNS, TWO_TURNS[:-1], TWO_TURNS[:4]])
+def test_an_episode_that_begins_again_and_ends_earlier_is_cut(left: list[int], runs: Runs) -> None:
+    """An earlier engine has begun a second turn, after which the function does not ask this time."""
+    rollout = known(left)
+    rollouts = runs.start(FakeEngine(keeps_routes=True), **MOE)
+    finish(rollouts, rollout, "one turn")
+    assert_ends_after(rollout, ONE_TURN)
+    columns = episode_columns([rollout], runs.section)
+    assert columns[RESPONSE_MASK].sum() == 2
+    assert columns[keys.EPISODE_TURNS].tolist() == [1]
+
+
+def test_a_turn_that_the_function_has_given_up_is_cut(runs: Runs) -> None:
+    """The engine draws two tokens of the second turn, and is told that it is not awaited any more."""
+    rollout = Rollout(0)
+    engine = FakeEngine(most=5, keeps_routes=True)
+    rollouts = runs.start(engine, **MOE)
+    finish(rollouts, rollout, "abandon")
+    assert [len(one.prompt_token_ids) for one in engine.added] == [len(PROMPT), len(PROMPT) + 3]
+    assert not engine.running
+    assert rollout.tokens == [10, 11]
+    assert_ends_after(rollout, ONE_TURN)
+    columns = episode_columns([rollout], runs.section)
+    assert not columns[RESPONSE_MASK].any(), "its result names no turn"
+    assert columns[keys.EPISODE_TURNS].tolist() == [1]
+
+
+def test_a_turn_after_other_tokens_is_drawn_anew(runs: Runs) -> None:
+    """Its earlier tokens and their experts, which the controller knows, are forgotten."""
+    rollout = known([*ONE_TURN, ADDED, ADDED, DRAWN, DRAWN])
+    rollouts = runs.start(FakeEngine(keeps_routes=True), **MOE)
+    finish(rollouts, rollout, "abandon")  # adds one token
+    assert_ends_after(rollout, [*ONE_TURN, ADDED, *[DRAWN] * 7, CUT])
+    assert rollout.trained == [*[False] * 3, *[True] * 8]
+
+
+def test_tokens_after_the_turns_of_an_ended_episode_are_not_trained() -> None:
+    """A checkpoint may have them."""
+    rollout = known(TWO_TURNS)
+    rollout.outcome = Ended(0, 1.0, {}, [True])
+    assert rollout.trained == [True, True, False, False, False, False]
