@@ -85,6 +85,8 @@ class _Stream:
             self.log_probs += [0.0] * len(marks)
             self.versions += [-1] * len(marks)
             self.marks += marks
+        # A turn may be shorter now than it has become: its last token is drawn again, and ends it.
+        self.cut(min(len(self.tokens), end + wanted.max_tokens - 1))
         self.supports += [WHOLE] * (len(self.tokens) - len(self.supports))
         self.first, self.num_taken = len(self.tokens), 0
 

@@ -272,3 +272,14 @@ def test_tokens_after_the_turns_of_an_ended_episode_are_not_trained() -> None:
     rollout = known(TWO_TURNS)
     rollout.outcome = Ended(0, 1.0, {}, [True])
     assert rollout.trained == [True, True, False, False, False, False]
+
+
+@pytest.mark.parametrize("num_drawn", [1, 2, 6])
+def test_a_turn_of_which_fewer_tokens_are_wanted_now_is_cut(num_drawn: int, runs: Runs) -> None:
+    """The function asks for two tokens; an earlier engine has told these and others, without the end of the turn."""
+    rollout = known([DRAWN] * num_drawn)
+    engine = FakeEngine(keeps_routes=True)
+    finish(runs.start(engine, **MOE), rollout, "one turn")
+    assert_ends_after(rollout, ONE_TURN)
+    assert [len(one.prompt_token_ids) for one in engine.added] == [len(PROMPT) + 1]
+    assert rollout.outcome is not None and rollout.outcome.reward == 1.0
