@@ -64,6 +64,12 @@ async def does_what_the_answer_says(client: Client, row: Row) -> object:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(client.generate(max_tokens=8), 0.5)
             return Result(-1.0, turns=client.turns[1:])
+        case ["again"]:  # give a turn up, and draw it again after another token
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(client.generate(max_tokens=8), 0.3)
+            client.add([7])
+            turn = await client.generate(max_tokens=3)
+            return Result(float(len(turn.token_ids)))
         case ["die"]:
             os._exit(7)
         case ["kill"]:
