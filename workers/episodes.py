@@ -68,6 +68,8 @@ class _Stream:
     """Experts that the controller does not know, [n, L, K] each."""
     told: int = 0
     """Number of tokens that the controller knows."""
+    told_routes: int = 0
+    """Number of tokens of prompt and response whose experts it knows."""
     outcome: wire.Ended | None = None
 
     def add(self, wanted: wire.Wanted) -> None:
@@ -78,13 +80,13 @@ class _Stream:
         marks = [ADDED] * len(wanted.added)
         is_known = self.tokens[begin:end] == wanted.added and self.marks[begin:end] == marks
         if not is_known or any(mark != DRAWN for mark in self.marks[end:]):
-            for values in (self.tokens, self.log_probs, self.versions, self.marks, self.supports):
-                del values[begin:]
-            self.told = min(self.told, begin)
+            self.cut(begin)
             self.tokens += wanted.added
             self.log_probs += [0.0] * len(marks)
             self.versions += [-1] * len(marks)
             self.marks += marks
+        # A turn may be shorter now than it has become: its last token is drawn again, and ends it.
+        self.cut(min(len(self.tokens), end + wanted.max_tokens - 1))
         self.supports += [WHOLE] * (len(self.tokens) - len(self.supports))
         self.first, self.num_taken = len(self.tokens), 0
 
@@ -102,10 +104,25 @@ class _Stream:
             self.num_routed += len(self.routes[-1])
             self.num_taken = len(response.routes)
 
-    def take_routes(self) -> np.ndarray:
-        """Return the experts that the controller does not know, once."""
-        routes, self.routes = self.routes, []
-        return np.concatenate(routes) if routes else np.zeros((0, 0, 0), np.int16)
+    def cut(self, place: int) -> None:
+        """Forget the tokens from a place on, and the experts of these and of the one before, which would be the last."""
+        for values in (self.tokens, self.log_probs, self.versions, self.marks, self.supports):
+            del values[place:]
+        self.told = min(self.told, place)
+        most = max(0, len(self.prompt) + place - 1)
+        self.told_routes, self.num_routed = min(self.told_routes, most), min(self.num_routed, most)
+        if self.routes:
+            self.routes = [np.concatenate(self.routes)[: most - self.told_routes]]
+
+    def keep_turns(self, count: int) -> None:
+        """Forget what follows the first `count` turns."""
+        if count < len(self.turns):
+            self.cut(self.turns[count])
+
+    def take_routes(self, none: np.ndarray) -> np.ndarray:
+        """Return the experts that the controller does not know, once; `none` are those of no tokens."""
+        routes, self.routes, self.told_routes = self.routes, [], self.num_routed
+        return np.concatenate([none, *routes])
 
     def turn_drawn(self, number: int) -> wire.DrawnTurn:
         """Return a complete turn as the episode gets it."""
@@ -185,6 +202,7 @@ class EpisodeRollouts:
                 int(rows["drawn_routes"][place]),
                 *(rows[name][place, :length].tolist() for name in ("drawn_tokens", *TOKEN_COLUMNS)),
                 told=length,
+                told_routes=int(rows["drawn_routes"][place]),
             )
             turns = stream.complete_turns()
             self._streams[stream.number] = stream
@@ -232,12 +250,7 @@ class EpisodeRollouts:
     def _request(self, stream: _Stream, wanted: wire.Wanted) -> None:
         """Queue the request for a turn, or for the rest of one that another engine has begun."""
         self._engine.abort([str(stream.number)])  # another turn, which it wanted before its process ended
-        num_routed = stream.num_routed
         stream.add(wanted)
-        if num_routed > len(stream.prompt) + stream.first:
-            self._episodes.drop([stream.number])
-            text = "it added other tokens than before its engine changed, and experts of those after them are known"
-            return self._end(stream, wire.Ended(stream.number, kind="process", text=text, turn=wanted.turn))
         begun = stream.first - stream.turns[-1] - len(wanted.added)
         stops = (*self._stops, *wanted.stop_token_ids)
         sampling = SamplingSettings.of(self._rollout, wanted.max_tokens - begun, stops, greedy=self._greedy)
@@ -261,7 +274,10 @@ class EpisodeRollouts:
             self._episodes.answer(stream.number, stream.turn_drawn(len(stream.turns) - 1))
 
     def _end(self, stream: _Stream, ended: wire.Ended) -> None:
-        """Take an episode for ended; raise DataError if it has failed and failures end the run."""
+        """Take an episode for ended, with the turns that its function has had.
+
+        Raises DataError if it has failed and failures end the run.
+        """
         if ended.kind:
             text = f"rollout.episode.function={self._section.function}, {stream.row}, turn {ended.turn}: {ended.text}"
             if self._section.on_failure == "fail":
@@ -272,6 +288,8 @@ class EpisodeRollouts:
                 self._failures.warn(f"response {stream.number} is dropped: {text}", ended.kind)
         for response in self._engine.abort([str(stream.number)]):
             stream.draw(response)
+        if not ended.kind:  # turns may follow that only an earlier start had, or that nobody has waited for
+            stream.keep_turns(len(ended.trained))
         stream.outcome = ended
         self._ended.append(self._streams.pop(stream.number))
 
@@ -279,7 +297,7 @@ class EpisodeRollouts:
         """Return what is new in all episodes."""
         streams = [*self._ended, *self._streams.values()]
         streams = [one for one in streams if one.outcome is not None or len(one.tokens) > one.told]
-        kept = [one.told for one in streams]
+        kept, no_routes = [one.told for one in streams], self._engine.no_routes
 
         def joined(name: str, kind: type) -> np.ndarray:
             parts = [getattr(one, name)[told:] for one, told in zip(streams, kept, strict=True)]
@@ -296,7 +314,8 @@ class EpisodeRollouts:
             versions=joined("versions", np.int32),
             marks=joined("marks", np.uint8),
             kept=np.array(kept, dtype=np.int64),
-            routes=tuple(one.take_routes() for one in streams) if self._rollout.routing_replay else (),
+            kept_routes=np.array([one.told_routes for one in streams], dtype=np.int64),
+            routes=() if no_routes is None else tuple(one.take_routes(no_routes) for one in streams),
             supports=DrawnSupports.of(
                 [part for one, told in zip(streams, kept, strict=True) for part in one.supports[told:]]
             ),
@@ -351,7 +370,7 @@ def respond_by_episodes(
         "rollout_log_probs": log_probs,
         **episode_columns([*known.values()], section),
     }
-    if any(len(one) for rollout in known.values() for one in rollout.supports):
+    if section.restricts:  # also if all of this rank's episodes have failed: others have the column
         rows = (support_row(rollout.supports) for rollout in known.values())
         found[SUPPORTS] = NonTensorStack(*rows)
     if section.routing_replay:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hybridengine.config.algorithm import Conflict, ServedAlgorithm
 from hybridengine.config.environment_section import EPISODE_FUNCTION
+from hybridengine.config.episode_section import TAKEN_METRICS
 from hybridengine.config.reward_sections import scorer_key
 from hybridengine.config.run_config import RunConfig, reward_sections
 
@@ -26,6 +27,13 @@ def episode_conflicts(config: RunConfig) -> Iterator[Conflict]:
             )
         return
     yield from _environment_conflicts(config, rewards)
+    for name in config.rollout.episode.metrics:
+        if name in TAKEN_METRICS:
+            yield Conflict(
+                f"rollout.episode.metrics has {name}, and episode/{name} is a column of every episode; give the metric"
+                " another name",
+                ("rollout.episode.metrics",),
+            )
     if config.generation.replay is not None:
         yield Conflict(
             f"generation.replay={config.generation.replay} repeats a run bit by bit, and what functions of"

@@ -11,6 +11,9 @@ from hybridengine.config.values import Bytes, Count, ImportPath, PathText, Secon
 ADDRESS = r"[^\s:]+:[0-9]{1,5}|\[[0-9a-fA-F:.]+\]:[0-9]{1,5}"
 """Pattern of HOST:PORT, with an IPv6 address in brackets."""
 
+TAKEN_METRICS = ("reward", "failure", "turns")
+"""Names of columns that every episode has (`report.keys.EPISODE_COLUMNS`)."""
+
 MetricNames = Annotated[
     tuple[str, ...],
     like(

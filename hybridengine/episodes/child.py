@@ -51,7 +51,8 @@ class _Episodes:
         self._channel = channel
         self._out = queue.SimpleQueue[bytes]()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._answers: dict[int, asyncio.Future[DrawnTurn]] = {}
+        self._answers: dict[int, tuple[Wanted, asyncio.Future[DrawnTurn]]] = {}
+        """The turn that each episode wants, and its future."""
         self._seen_s = time.monotonic()
 
     async def run(self) -> None:
@@ -134,8 +135,13 @@ class _Episodes:
         self._tasks[number] = asyncio.create_task(self._episode(number, one, row))
 
     def _drawn(self, content: Mapping[str, Any]) -> None:
-        if (answer := self._answers.pop(content["number"], None)) is not None and not answer.done():
-            answer.set_result(DrawnTurn(**content["turn"]))
+        """Give an episode the turn that it wants, and not one that it has given up before it wanted this one."""
+        number, drawn = content["number"], DrawnTurn(**content["drawn"])
+        if number not in self._answers:
+            return
+        wanted, answer = self._answers[number]
+        if not answer.done() and (wanted.turn, wanted.added) == (content["turn"], drawn.added):
+            answer.set_result(drawn)
 
     def _drop(self, number: int) -> None:
         self._answers.pop(number, None)
@@ -145,7 +151,8 @@ class _Episodes:
     # ---- an episode ----
 
     async def _ask(self, wanted: Wanted) -> DrawnTurn:
-        answer = self._answers[wanted.number] = self._loop.create_future()
+        answer = self._loop.create_future()
+        self._answers[wanted.number] = wanted, answer
         self._send("wanted", wanted)
         return await answer
 
@@ -167,6 +174,7 @@ class _Episodes:
             self._tasks.get(number) is asyncio.current_task()
         ):  # otherwise it was dropped, and may have begun again
             del self._tasks[number]
+            self._answers.pop(number, None)
             turn = max(0, len(client.turns) - (kind in ("", "result")))
             self._send("ended", Ended(number, reward, metrics, trained, kind, text, turn))
 

@@ -200,7 +200,7 @@ class Client:
             )
         most = min(max_tokens or self.num_tokens_left, self.num_tokens_left)
         ends = self._checked_tokens(stop_token_ids)
-        wanted = Wanted(self._number, len(self._turns), self._added, most, ends, stops)
+        wanted = Wanted(self._number, len(self._turns), [*self._added], most, ends, stops)
         self._is_drawing = True
         try:
             drawn = self._replayed(wanted) or await self._ask(wanted)

@@ -109,7 +109,7 @@ class Episodes:
         assert episode.wanted is not None, "a turn was drawn for it"
         episode.turns, episode.wanted = [*episode.turns[: episode.wanted.turn], turn], None
         if episode.is_waiting:
-            self._send_turn(episode, turn)
+            self._send_turn(episode, len(episode.turns) - 1)
 
     def drop(self, numbers: Iterable[int]) -> None:
         """End episodes."""
@@ -206,10 +206,11 @@ class Episodes:
         recorded = [turn.__dict__ for turn in episode.turns]
         process.send("begin", {"number": episode.key, "row": episode.row, "recorded": recorded})
 
-    def _send_turn(self, episode: _Episode, turn: DrawnTurn) -> None:
+    def _send_turn(self, episode: _Episode, number: int) -> None:
         assert episode.process is not None, "it has asked for the turn"
         episode.is_waiting = False
-        episode.process.send("drawn", {"number": episode.key, "turn": turn.__dict__})
+        drawn = {"number": episode.key, "turn": number, "drawn": episode.turns[number].__dict__}
+        episode.process.send("drawn", drawn)
 
     def _end_late(self) -> None:
         """Fail episodes that their processes have not ended at their deadline, and replace these processes."""
@@ -259,7 +260,7 @@ class Episodes:
         if episode.wanted is None and wanted.turn < len(episode.turns):
             turn = episode.turns[wanted.turn]
             if turn.added == wanted.added:  # drawn after this start was given its turns
-                self._send_turn(episode, turn)
+                self._send_turn(episode, wanted.turn)
                 return False
         episode.wanted, episode.turns = wanted, episode.turns[: wanted.turn]
         return True

@@ -62,7 +62,7 @@ class Ended:
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     trained: list[bool] = field(default_factory=list)
-    """For each turn, False if its tokens are not trained."""
+    """For each turn that the function has had, False if its tokens are not trained; empty if it failed."""
     kind: str = ""
     """Why it failed: a key of `FAILURES`; empty if it did not."""
     text: str = ""

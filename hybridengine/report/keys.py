@@ -45,6 +45,8 @@ EPISODE_FAILURE = "episode/failure"
 """Number of an episode's failure, 0 for none (`rollouts.episodes`)."""
 EPISODE_TURNS = "episode/turns"
 """Turns of an episode that the model has completed."""
+EPISODE_COLUMNS = (EPISODE_REWARD, EPISODE_FAILURE, EPISODE_TURNS)
+"""Columns of every episode; the numbers that functions return have other names."""
 
 QUEUE_COMPLETE = "queue/complete"
 """Responses that wait for the trainer at the end of a step; only in asynchronous runs, as are the following ones."""

@@ -61,6 +61,8 @@ class Drawn:
     """Marks of the tokens of episodes, uint8 [T]; an added token has the log-probability 0 and the version -1."""
     kept: np.ndarray | None = None
     """Number of earlier tokens of each episode that the new ones follow, int64 [N]; others are forgotten."""
+    kept_routes: np.ndarray | None = None
+    """Number of tokens of each episode's prompt and response whose earlier experts the new ones follow, likewise."""
     outcomes: dict[int, Ended] = field(default_factory=dict)
     """Outcomes of the episodes that have ended, by the number of their responses."""
 

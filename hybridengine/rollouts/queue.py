@@ -70,6 +70,8 @@ class Rollout:
         if drawn.kept is not None:
             for tokens in (self.tokens, self.log_probs, self.versions, self.supports, self.marks):
                 del tokens[int(drawn.kept[index]) :]
+        if drawn.kept_routes is not None and self.num_routed > drawn.kept_routes[index]:
+            self.routes = [np.concatenate(self.routes)[: drawn.kept_routes[index]]]
         self.tokens += drawn.tokens[place].tolist()
         self.log_probs += drawn.log_probs[place].tolist()
         self.versions += drawn.versions[place].tolist()
@@ -84,9 +86,10 @@ class Rollout:
     def trained(self) -> list[bool]:
         """True for each token of an episode that is trained: the model drew it, in a turn that is not excluded."""
         turns = self.outcome.trained if self.outcome is not None else []
+        others = self.outcome is None or bool(self.outcome.kind)  # a failed episode names no turns
         found, turn = [], 0
         for mark in self.marks:
-            found.append(mark != ADDED and (turn >= len(turns) or turns[turn]))
+            found.append(mark != ADDED and (turns[turn] if turn < len(turns) else others))
             turn += mark in (CUT, STOPPED)
         return found
 

@@ -210,8 +210,7 @@ class RunPools:
         if config.rollout.episode is None:
             return Roles(**groups)
         names = map(keys.episode_key, config.rollout.episode.metrics)
-        columns = (keys.EPISODE_REWARD, keys.EPISODE_FAILURE, keys.EPISODE_TURNS, *names)
-        return Roles(episode_columns=columns, **groups)
+        return Roles(episode_columns=(*keys.EPISODE_COLUMNS, *names), **groups)
 
     def _model(self, holder: ModelHolder, worker: str, **arguments: object) -> WorkerGroup:
         config = self._config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -58,6 +59,17 @@ async def does_what_the_answer_says(client: Client, row: Row) -> object:
             time.sleep(3600)
         case ["nap"]:
             await asyncio.sleep(1)
+        case ["abandon"]:
+            client.add([7])
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(client.generate(max_tokens=8), 0.5)
+            return Result(-1.0, turns=client.turns[1:])
+        case ["again"]:  # give a turn up, and draw it again after another token
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(client.generate(max_tokens=8), 0.3)
+            client.add([7])
+            turn = await client.generate(max_tokens=3)
+            return Result(float(len(turn.token_ids)))
         case ["die"]:
             os._exit(7)
         case ["kill"]:
@@ -96,6 +108,10 @@ async def does_what_the_answer_says(client: Client, row: Row) -> object:
         case ["allocate"]:
             bytearray(2**33)
     return 1.0
+
+
+async def fails(client: Client, row: Row) -> float:
+    raise ValueError("nothing was drawn")
 
 
 def not_async(client: Client, row: Row) -> float:

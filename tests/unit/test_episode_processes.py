@@ -108,6 +108,14 @@ def test_turns_follow_one_another(talking: Episodes) -> None:
         assert ended[number] == expected
 
 
+def test_a_turn_that_was_given_up_is_not_the_answer_to_the_next_request(talking: Episodes) -> None:
+    """It is drawn when the function has asked for another one, of which the rank does not know yet."""
+    talking.begin(0, row("again"), [])
+    ended, wanted = played(talking, 1, lambda one: time.sleep(1.0 if one.max_tokens == 8 else 0.0))
+    assert [(one.turn, one.added, one.max_tokens) for one in wanted] == [(0, [], 2), (1, [], 8), (1, [7], 3)]
+    assert ended[0] == Ended(0, 6.0, {}, [True, True], turn=1)
+
+
 def test_no_more_than_max_running_at_once(talking: Episodes) -> None:
     def begun() -> set[int]:
         return {event.number for _ in range(10) for event in talking.events(0.1)}

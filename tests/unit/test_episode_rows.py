@@ -62,6 +62,13 @@ def load(folder: Path, *overrides: str, **sections: Any) -> Any:
             {"rollout": {"episode": {"function": FUNCTION, "metrics": ["a/b"]}}},
             r"'a/b' cannot be the name of a metric",
         ),
+        *(
+            (
+                {"rollout": {"episode": {"function": FUNCTION, "metrics": ["tries", name]}}},
+                rf"metrics has {name}, and episode/{name} is a column of every episode; give the metric another name",
+            )
+            for name in (column.removeprefix("episode/") for column in keys.EPISODE_COLUMNS)
+        ),
         ({"rollout": {"episode": {"function": FUNCTION, "max_turns": 0}}}, r"rollout\.episode\.max_turns=0"),
     ],
 )

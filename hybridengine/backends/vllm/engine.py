@@ -109,6 +109,8 @@ class VllmEngine:
         """Version of the weights that produce the next tokens."""
         self._caches = _cache_storages([*self._runner.kv_caches, *(cache.experts_SLK for cache in caches)])
         routes = RequestRoutes(self._engine, caches[0]) if caches else None
+        self.no_routes = None if routes is None else routes.none
+        """Experts of no tokens, [0, L, K]; None unless the engine keeps them."""
         supports = (
             RequestSupports(self._engine, self._runner, shape.vocab_size) if settings.keep_supports else None
         )

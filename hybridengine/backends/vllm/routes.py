@@ -111,6 +111,9 @@ class RequestRoutes:
         self._stages: dist.ProcessGroup = get_pp_group().cpu_group
         self._cache = cache
         self._kept: dict[str, _Kept] = {}
+        self._none = cache.experts_SLK.new_empty(0, *cache.experts_SLK.shape[1:], device="cpu")
+        self.none = self._none.numpy()
+        """Experts of no tokens, [0, L, K]."""
         free = self._scheduler._free_request_blocks
 
         def read_and_free(request: Any) -> None:
@@ -131,8 +134,7 @@ class RequestRoutes:
         request = self._scheduler.requests.get(name)
         if request is not None:
             self._read(request)
-        cached = self._cache.experts_SLK
-        rows = torch.cat([cached.new_empty(0, *cached.shape[1:], device="cpu"), *self._kept[name].rows])
+        rows = torch.cat([self._none, *self._kept[name].rows])
         if self._stages.size() > 1:  # each has filled the rows of its layers alone
             summed = rows.int()  # gloo adds no numbers of 16 bits
             dist.all_reduce(summed, group=self._stages)

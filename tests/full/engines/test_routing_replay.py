@@ -88,6 +88,8 @@ def log_probs_with_and_without(rank: int, folder: Path) -> tuple[list[list[float
     load_weights(trainer, folder)
     settings = EngineSettings(128, kv_cache_bytes=16 * 2**20, dtype="bfloat16", keep_routes=True)
     engine = VllmEngine(folder, shape, GenerationGrid(grid, GenSizes(1, 1)), settings, identity)
+    assert engine.no_routes is not None
+    assert (engine.no_routes.shape, engine.no_routes.dtype) == ((0, 4, 4), np.int8)
     engine._runner.model.load_weights(load_file(folder / "model.safetensors").items())
     prompts = torch.randint(0, 131, (16, 24), generator=torch.Generator().manual_seed(3))
     rows, responses = respond(
