@@ -234,7 +234,8 @@ class EpisodeRollouts:
 
     def withdraw(self, numbers: Sequence[int] | None = None) -> None:
         """Drop some episodes or all; the controller knows the tokens drawn so far."""
-        dropped = [number for number in numbers or [*self._streams] if number in self._streams]
+        numbers = [*self._streams] if numbers is None else numbers
+        dropped = [number for number in numbers if number in self._streams]
         self._engine.abort(map(str, dropped))
         self._episodes.drop(dropped)
         for number in dropped:
