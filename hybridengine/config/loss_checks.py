@@ -16,7 +16,10 @@ from hybridengine.config.loss_sections import (
     GSPO_LOSS,
     KL_COV_LOSS,
     LOSS_KINDS,
+    POLICY_LOSSES,
+    PREFERENCE_LOSS,
     SAPO_LOSS,
+    SUPERVISED_LOSS,
     LossKind,
 )
 from hybridengine.config.run_config import RunConfig
@@ -25,14 +28,19 @@ READERS: Mapping[str, tuple[str, ...]] = {
     "actor.clip_low": CLIPPING_LOSSES,
     "actor.clip_high": CLIPPING_LOSSES,
     "actor.dual_clip": (CLIPPED_LOSS, GSPO_LOSS, CLIP_COV_LOSS),
+    "actor.entropy_coef": POLICY_LOSSES,
+    "actor.kl_loss_coef": POLICY_LOSSES,
+    "actor.kl_loss_estimator": POLICY_LOSSES,
+    "actor.loss_aggregation": (*POLICY_LOSSES, SUPERVISED_LOSS),
     "algorithm.sapo.positive_temperature": (SAPO_LOSS,),
     "algorithm.sapo.negative_temperature": (SAPO_LOSS,),
     "algorithm.covariance.share": COVARIANCE_LOSSES,
     "algorithm.covariance.low": (CLIP_COV_LOSS,),
     "algorithm.covariance.high": (CLIP_COV_LOSS,),
     "algorithm.covariance.kl_weight": (KL_COV_LOSS,),
+    "algorithm.label_smoothing": (PREFERENCE_LOSS,),
 }
-"""Dotted key -> losses of the project that read it; a loss of the user may read all of them."""
+"""Dotted key -> losses of the project that read it, or whose update does; a loss of the user may read all of them."""
 TRAINERS: Mapping[LossKind, str] = {
     "advantages": "one that computes advantages, such as grpo",
     "preferences": "dpo or online_dpo",
@@ -42,13 +50,19 @@ TRAINERS: Mapping[LossKind, str] = {
 
 
 def loss_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    """Yield a loss of another kind, changed options that the loss does not read (a run's file has all defaults), and
-    an empty range."""
-    algorithm = config.algorithm
+    """Yield a loss of another kind, changed options that the loss does not read (a run's file has all defaults), a KL
+    loss without a reference, and an empty range."""
+    algorithm, kl_loss_coef = config.algorithm, config.actor.kl_loss_coef
     if (message := kind_problem(algorithm, algorithm.loss)) is not None:
         yield Conflict(message, ("algorithm.loss", "algorithm.name"))
         return
     yield from _unread(config)
+    if kl_loss_coef and "reference" not in algorithm.roles and _reads(algorithm.loss, "actor.kl_loss_coef"):
+        yield Conflict(
+            f"actor.kl_loss_coef={kl_loss_coef:g} needs a reference, and algorithm.name={algorithm.name} has the roles"
+            f" {', '.join(algorithm.roles)}; add it to the roles of the class, or leave the coefficient at 0",
+            ("algorithm.name", "actor.kl_loss_coef"),
+        )
     if (covariance := algorithm.covariance).low >= covariance.high:
         yield Conflict(
             f"algorithm.covariance.low={covariance.low:g} must be less than its high={covariance.high:g}; lower the one"

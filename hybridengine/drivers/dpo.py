@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridengine.config.algorithm import Conflict
-from hybridengine.config.loss_sections import IPO_LOSS, PREFERENCE_LOSS
+from hybridengine.config.loss_sections import PREFERENCE_LOSS
 from hybridengine.config.values import ImportPath, Positive, Smoothing
 from hybridengine.drivers.offline import LENGTHS, Offline
 from hybridengine.drivers.online_dpo import pair_conflicts
@@ -51,10 +51,4 @@ class Dpo(Offline):
     def conflicts(self, config: Any) -> Iterator[Conflict]:
         """Yield a conflict if the pairs do not split evenly."""
         yield from super().conflicts(config)
-        if self.loss == IPO_LOSS and self.label_smoothing:
-            yield Conflict(
-                f"algorithm.label_smoothing={self.label_smoothing:g} is not read by algorithm.loss={IPO_LOSS}; leave it"
-                " out",
-                ("algorithm.label_smoothing", "algorithm.loss"),
-            )
         yield from pair_conflicts(self.name, config)

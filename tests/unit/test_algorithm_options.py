@@ -32,27 +32,35 @@ CHANGED = {
     "actor.clip_low": "0.1",
     "actor.clip_high": "0.3",
     "actor.dual_clip": "3",
+    "actor.entropy_coef": "0.1",
+    "actor.kl_loss_coef": "0.2",
+    "actor.kl_loss_estimator": "k2",
+    "actor.loss_aggregation": "sequence",
     "algorithm.sapo.positive_temperature": "2",
     "algorithm.sapo.negative_temperature": "3",
     "algorithm.covariance.share": "0.1",
     "algorithm.covariance.low": "2",
     "algorithm.covariance.high": "4",
     "algorithm.covariance.kl_weight": "0.5",
+    "algorithm.label_smoothing": "0.1",
 }
+UPDATE = {"actor.entropy_coef", "actor.kl_loss_coef", "actor.kl_loss_estimator", "actor.loss_aggregation"}
+"""Options that the update by advantages reads itself."""
 READ: dict[str, set[str]] = {
-    CLIPPED_LOSS: {"actor.clip_low", "actor.clip_high", "actor.dual_clip"},
-    GSPO_LOSS: {"actor.clip_low", "actor.clip_high", "actor.dual_clip"},
-    CISPO_LOSS: {"actor.clip_low", "actor.clip_high"},
-    SAPO_LOSS: {"algorithm.sapo.positive_temperature", "algorithm.sapo.negative_temperature"},
-    GPG_LOSS: set(),
+    CLIPPED_LOSS: {*UPDATE, "actor.clip_low", "actor.clip_high", "actor.dual_clip"},
+    GSPO_LOSS: {*UPDATE, "actor.clip_low", "actor.clip_high", "actor.dual_clip"},
+    CISPO_LOSS: {*UPDATE, "actor.clip_low", "actor.clip_high"},
+    SAPO_LOSS: {*UPDATE, "algorithm.sapo.positive_temperature", "algorithm.sapo.negative_temperature"},
+    GPG_LOSS: UPDATE,
     CLIP_COV_LOSS: {
+        *UPDATE,
         *("actor.clip_low", "actor.clip_high", "actor.dual_clip"),
         *("algorithm.covariance.share", "algorithm.covariance.low", "algorithm.covariance.high"),
     },
-    KL_COV_LOSS: {"algorithm.covariance.share", "algorithm.covariance.kl_weight"},
-    PREFERENCE_LOSS: set(),
+    KL_COV_LOSS: {*UPDATE, "algorithm.covariance.share", "algorithm.covariance.kl_weight"},
+    PREFERENCE_LOSS: {"algorithm.label_smoothing"},
     IPO_LOSS: set(),
-    SUPERVISED_LOSS: set(),
+    SUPERVISED_LOSS: {"actor.loss_aggregation"},
 }
 COMMON = {"advantages": GRPO, "preferences": PAIRS, "demonstrations": SFT}
 
@@ -68,6 +76,8 @@ def test_options_that_a_loss_does_not_read_are_refused(built: Path, loss: str) -
     common = [*COMMON[LOSS_KINDS[loss]], f"algorithm.loss={loss}"]
     assert check_run(load_config(built, [*common, *(f"{key}={CHANGED[key]}" for key in READ[loss])])) == []
     unread = [key for key in READERS if key not in READ[loss]]
+    if LOSS_KINDS[loss] != "preferences":
+        unread.remove("algorithm.label_smoothing")  # a key of DPO alone
     found = problems_of(built, *common, *(f"{key}={CHANGED[key]}" for key in unread))
     assert len(found) == len(unread)
     for key, message in zip(unread, found, strict=True):
@@ -79,9 +89,10 @@ def test_options_that_a_loss_does_not_read_are_refused(built: Path, loss: str) -
 
 def test_a_loss_of_the_user_may_read_all_of_them(built: Path) -> None:
     loss = "tests.gloo.sharded_cases:reinforce"
-    overrides = [f"{key}={value}" for key, value in CHANGED.items()]
+    overrides = [f"{key}={value}" for key, value in CHANGED.items() if key != "algorithm.label_smoothing"]
     for common in COMMON.values():
-        assert check_run(load_config(built, [*common, f"algorithm.loss={loss}", *overrides])) == []
+        needed = overrides if common is not SFT else [one for one in overrides if "kl_loss_coef" not in one]
+        assert check_run(load_config(built, [*common, f"algorithm.loss={loss}", *needed])) == []
 
 
 @pytest.mark.parametrize("loss", LOSS_KINDS, ids=lambda path: path.partition(":")[2])

@@ -290,9 +290,9 @@ class Unjudged(Algorithm):
         (
             ["algorithm.name=tests.unit.test_config_checks:Unjudged", "actor.kl_loss_coef=0.1"],
             [
+                "actor.kl_loss_coef=0.1 needs a reference, and algorithm.name=tests.unit.test_config_checks:Unjudged has",
                 "algorithm.name=tests.unit.test_config_checks:Unjudged has the roles actor, without the reward, which"
                 " scores the held-out prompts of data.task; add it to",
-                "actor.kl_loss_coef=0.1 needs a reference, and algorithm.name=tests.unit.test_config_checks:Unjudged has",
             ],
         ),
         (
