@@ -153,12 +153,6 @@ def _algorithm(config: RunConfig) -> Iterator[Conflict]:
             " it to the roles of the class",
             ("algorithm.name", "data.eval_file", "data.task"),
         )
-    if config.actor.kl_loss_coef and "reference" not in algorithm.roles:
-        yield Conflict(
-            f"actor.kl_loss_coef={config.actor.kl_loss_coef:g} needs a reference, and {named} has the roles {roles};"
-            " add it to the roles of the class, or leave the coefficient at 0",
-            ("algorithm.name", "actor.kl_loss_coef"),
-        )
     yield from algorithm.conflicts(config)
 
 

@@ -6,7 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from hybridengine.config.values import Bytes, Count, ImportPath, PathText, Seconds, Section, like
+from hybridengine.config.values import (
+    BYTE_UNITS,
+    Bytes,
+    Count,
+    ImportPath,
+    PathText,
+    Seconds,
+    Section,
+    like,
+)
 
 ADDRESS = r"[^\s:]+:[0-9]{1,5}|\[[0-9a-fA-F:.]+\]:[0-9]{1,5}"
 """Pattern of HOST:PORT, with an IPv6 address in brackets."""
@@ -21,6 +30,9 @@ MetricNames = Annotated[
         "cannot be the name of a metric, which is part of a column's name; use letters, digits and '_', a letter first",
     ),
 ]
+
+ProcessBytes = Annotated[Bytes, Field(ge=64 * BYTE_UNITS["MiB"])]
+"""Memory limit of a process: Python and its threads do not start with 32MiB; with a tokenizer, 256MiB are too few."""
 
 
 class EpisodeSection(Section):
@@ -49,8 +61,8 @@ class EpisodeSection(Section):
     """Time limit of one response, from its last start."""
     blocked_s: Seconds = 30.0
     """Time for which a function may keep the others of its process from running, by code that awaits nothing."""
-    memory_bytes: Bytes | None = None
-    """Memory limit of one process; none by default."""
+    memory_bytes: ProcessBytes | None = None
+    """Memory limit of one process, at least 64MiB; none by default."""
     on_failure: Literal["drop", "fail"] = "drop"
     """Action after a response whose function raised, exceeded a limit or returned what it may not: continue without its
     row, or end the run."""

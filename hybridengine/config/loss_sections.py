@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Literal
+
 from hybridengine.config.values import NonNegative, Positive, Section, Share
 
 LOSSES = "hybridengine.algorithms.losses"
@@ -14,6 +17,21 @@ CLIP_COV_LOSS = f"{LOSSES}.covariance:clip_cov_loss"
 KL_COV_LOSS = f"{LOSSES}.covariance:kl_cov_loss"
 COVARIANCE_LOSSES = (CLIP_COV_LOSS, KL_COV_LOSS)
 """Losses that treat tokens of a high covariance differently."""
+CLIPPING_LOSSES = (CLIPPED_LOSS, GSPO_LOSS, CISPO_LOSS, CLIP_COV_LOSS)
+"""Losses with the clip range of the section `actor`."""
+POLICY_LOSSES = (*CLIPPING_LOSSES, SAPO_LOSS, GPG_LOSS, KL_COV_LOSS)
+PREFERENCE_LOSS = f"{LOSSES}.dpo:preference_loss"
+IPO_LOSS = f"{LOSSES}.dpo:ipo_loss"
+SUPERVISED_LOSS = f"{LOSSES}.supervised:negative_log_likelihood"
+
+LossKind = Literal["advantages", "preferences", "demonstrations"]
+"""Rows that a loss is computed from: responses with advantages, pairs of responses, or responses to imitate."""
+LOSS_KINDS: Mapping[str, LossKind] = {
+    **dict.fromkeys(POLICY_LOSSES, "advantages"),
+    **dict.fromkeys((PREFERENCE_LOSS, IPO_LOSS), "preferences"),
+    SUPERVISED_LOSS: "demonstrations",
+}
+"""Loss of the project -> its kind. A loss of the user may be of any kind."""
 
 
 class SapoSection(Section):

@@ -25,6 +25,7 @@ EPISODE_ROWS = "episode_rows"
 """Column of the data's rows as JSON, for functions of episodes: `number`, `prompt` and `answer`; and `place`, its file
 and line, for messages."""
 TOKENIZED_AT_ONCE = 4096
+SHOWN_CHARACTERS = 8
 MAX_CHARACTERS_PER_TOKEN = 256
 """Twice the longest tokens of known vocabularies, runs of spaces: a text with more characters per token is too long."""
 
@@ -233,24 +234,31 @@ def tokenized(
     for first in range(0, len(texts), TOKENIZED_AT_ONCE):
         found = tokenizer(list(texts[first : first + TOKENIZED_AT_ONCE]), add_special_tokens=False)
         tokens += found["input_ids"]
-    for row, found in zip(rows, tokens, strict=True):
-        problems += unknown_problems(row, found, tokenizer, key)
+    for row, text, found in zip(rows, texts, tokens, strict=True):
+        problems += unknown_problems(row, text, found, tokenizer, key)
     raise_listed(problems)
     return tokens
 
 
 def unknown_problems(
-    row: Row, tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase, key: str
+    row: Row, text: str, tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase, key: str
 ) -> list[str]:
-    """Return the problem of a row whose text under `key` has parts that the tokenizer does not know, if there are any."""
+    """Return the problem of a row whose `text` under `key` has characters that the tokenizer does not know, if any."""
     unknown: Any = tokenizer.unk_token_id
     if unknown in (None, tokenizer.eos_token_id, tokenizer.pad_token_id):
         return []
     if not (num_unknown := list(tokens).count(unknown)):
         return []
+    characters = list[str]()
+    if tokenizer.is_fast:
+        found: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        pairs = zip(found["input_ids"], found["offset_mapping"], strict=True)
+        spans = dict.fromkeys(text[slice(*place)] for one, place in pairs if one == unknown)
+        characters = [json.dumps(span, ensure_ascii=False) for span in spans]
+    named = ", ".join(characters[:SHOWN_CHARACTERS]) + ", ..." * (len(characters) > SHOWN_CHARACTERS)
     return [
-        f"{row.place}: parts of the {key} unknown to the tokenizer: {num_unknown}; remove those characters or use"
-        " another tokenizer"
+        f"{row.place}: parts of the {key} unknown to the tokenizer: {named or f'{num_unknown} tokens'}; remove those"
+        " characters or use another tokenizer"
     ]
 
 

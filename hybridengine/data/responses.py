@@ -169,7 +169,8 @@ def _sequences(
         except DataError as error:
             problems.append(f"{row.place}: {error}")
             continue
-        problems += unknown_problems(row, found[-1][0].response, tokenizer, "messages")
+        text = "".join(message["content"] for message in row.later)
+        problems += unknown_problems(row, text, found[-1][0].response, tokenizer, "messages")
     raise_listed(problems)
     yield from found
 

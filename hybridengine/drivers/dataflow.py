@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from hybridengine.config.algorithm import Algorithm, import_named
+from hybridengine.config.loss_checks import kind_of, kind_problem
 from hybridengine.config.loss_sections import COVARIANCE_LOSSES
 from hybridengine.config.values import ImportPath
 from hybridengine.drivers.roles import Roles, Sampling, State
@@ -217,3 +218,20 @@ def check_functions(algorithm: Algorithm) -> None:
             raise ConfigError(
                 f"algorithm.{option}={path} cannot be called as {form} ({error}); change its parameters"
             ) from None
+        if option == "loss":
+            _check_loss(algorithm, function)
+
+
+def _check_loss(algorithm: Algorithm, function: Any) -> None:
+    """Raise ConfigError if a loss needs rows or options that the algorithm does not have."""
+    from hybridengine.algorithms.losses.trial import missing_input
+
+    # A loss of the project may be named as a member of another module.
+    defined = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
+    if (problem := kind_problem(algorithm, defined)) is not None:
+        raise ConfigError(problem)
+    if (missing := missing_input(function, algorithm, kind_of(algorithm))) is not None:
+        raise ConfigError(
+            f"algorithm.loss={algorithm.loss} reads {missing}, which an update of algorithm.name={algorithm.name} does"
+            " not have; read what it has, or choose another algorithm.name or loss"
+        )

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridengine.config.algorithm import Conflict
+from hybridengine.config.loss_sections import PREFERENCE_LOSS
 from hybridengine.config.values import ImportPath, Positive, Smoothing
 from hybridengine.drivers.offline import LENGTHS, Offline
 from hybridengine.drivers.online_dpo import pair_conflicts
 from hybridengine.drivers.roles import Roles, Sampling, State
 
-IPO_LOSS = "hybridengine.algorithms.losses.dpo:ipo_loss"
 HELD_OUT_PREFERENCES = "hybridengine.drivers.offline_metrics:held_out_preferences"
 
 
@@ -26,7 +26,7 @@ class Dpo(Offline):
     rows_kind = "preferences"
     rows_per_unit = 2
 
-    loss: ImportPath = "hybridengine.algorithms.losses.dpo:preference_loss"
+    loss: ImportPath = PREFERENCE_LOSS
     """Loss of pairs of rows, called as function(log_probs, columns, algorithm, actor, aggregation)."""
     beta: Positive = 0.1
     """Strength of the regularisation towards the reference."""
@@ -51,10 +51,4 @@ class Dpo(Offline):
     def conflicts(self, config: Any) -> Iterator[Conflict]:
         """Yield a conflict if the pairs do not split evenly."""
         yield from super().conflicts(config)
-        if self.loss == IPO_LOSS and self.label_smoothing:
-            yield Conflict(
-                f"algorithm.label_smoothing={self.label_smoothing:g} is not read by algorithm.loss={IPO_LOSS}; leave it"
-                " out",
-                ("algorithm.label_smoothing", "algorithm.loss"),
-            )
         yield from pair_conflicts(self.name, config)

@@ -46,8 +46,14 @@ class Offline(Algorithm):
         """Return the metrics of the first `num_counted` held-out sequences."""
 
     def conflicts(self, config: Any) -> Iterator[Conflict]:
-        """Yield sections that hold no responses, or that draw them."""
+        """Yield sections that hold no responses, or that draw them, and options of metrics that are not measured."""
         yield from super().conflicts(config)
+        if self.kl_estimator != type(self).model_fields["kl_estimator"].default:
+            yield Conflict(
+                f"algorithm.kl_estimator={self.kl_estimator} is not read by algorithm.name={self.name}, which measures no"
+                " KL divergence; leave it out",
+                ("algorithm.kl_estimator", "algorithm.name"),
+            )
         if config.data.environment is not None:
             yield Conflict(
                 f"data.environment={config.data.environment.name} has prompts without responses, which algorithm.name="

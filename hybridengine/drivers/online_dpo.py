@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hybridengine.config.algorithm import Algorithm, Conflict
+from hybridengine.config.loss_sections import PREFERENCE_LOSS
 from hybridengine.config.values import ImportPath, Positive, Smoothing
 from hybridengine.drivers.dataflow import measure_rollout, switch_metrics
 from hybridengine.drivers.roles import Roles, Sampling, State
@@ -23,7 +24,7 @@ class OnlineDpo(Algorithm):
     uncorrected = "which weighs no tokens"
     reads_overlong = False
 
-    loss: ImportPath = "hybridengine.algorithms.losses.dpo:preference_loss"
+    loss: ImportPath = PREFERENCE_LOSS
     """Loss of pairs of rows, called as function(log_probs, columns, algorithm, actor, aggregation)."""
     beta: Positive = 0.1
     """Strength of the regularisation towards the reference."""

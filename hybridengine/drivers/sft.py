@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridengine.config.algorithm import Conflict
+from hybridengine.config.loss_sections import SUPERVISED_LOSS
 from hybridengine.config.values import ImportPath
 from hybridengine.drivers.offline import LENGTHS, Offline
 from hybridengine.drivers.roles import Roles, Sampling, State
@@ -19,7 +20,7 @@ class Sft(Offline):
     roles = ("actor",)
     rows_kind = "demonstrations"
 
-    loss: ImportPath = "hybridengine.algorithms.losses.supervised:negative_log_likelihood"
+    loss: ImportPath = SUPERVISED_LOSS
     """Loss of the responses, called as function(log_probs, columns, algorithm, actor, aggregation)."""
 
     def conflicts(self, config: Any) -> Iterator[Conflict]:

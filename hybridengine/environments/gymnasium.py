@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridengine.environments.environment import Prompt, constructed, settings_of, system_message
-from hybridengine.episodes.client import Client, Result, Row
+from hybridengine.episodes.client import Client, Result, Row, TokenLimitError
 from hybridengine.errors import DataError
 
 ACTIONS = {
@@ -122,19 +123,20 @@ class Gymnasium:
 
     async def _play(self, client: Client, environment: Any) -> Result:
         total, steps, invalid = 0.0, 0, 0
-        while True:
-            turn = await client.generate(max_tokens=self._settings.max_tokens or None)
-            if (action := self._action(turn.text)) is None:
-                invalid += 1
-                if invalid > self._settings.invalid_actions:
+        with contextlib.suppress(TokenLimitError):  # it is cut off, with the rewards that it has reached
+            while True:
+                turn = await client.generate(max_tokens=self._settings.max_tokens or None)
+                if (action := self._action(turn.text)) is None:
+                    invalid += 1
+                    if invalid > self._settings.invalid_actions:
+                        break
+                    client.add({"role": "user", "content": self._choices()})
+                    continue
+                observation, reward, terminated, truncated, _ = environment.step(action)
+                total, steps = total + float(reward), steps + 1
+                if terminated or truncated or steps == self._settings.max_steps:
                     break
-                client.add({"role": "user", "content": self._choices()})
-                continue
-            observation, reward, terminated, truncated, _ = environment.step(action)
-            total, steps = total + float(reward), steps + 1
-            if terminated or truncated or steps == self._settings.max_steps:
-                break
-            client.add({"role": "user", "content": self._text(environment, observation)})
+                client.add({"role": "user", "content": self._text(environment, observation)})
         return Result(total, {"steps": steps, "invalid_actions": invalid})
 
     def _choices(self) -> str:

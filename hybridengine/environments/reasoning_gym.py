@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hybridengine.environments.environment import Prompt, constructed, meant, settings_of, system_message
-from hybridengine.episodes.client import Client, Result, Row
+from hybridengine.episodes.client import Client, Result, Row, TokenLimitError
 from hybridengine.errors import DataError
 
 SEED_STRIDE = 1_000_003
@@ -68,17 +69,18 @@ class ReasoningGym:
 
         source = self._dataset(answer["seed"], answer["size"])
         entry = source[answer["index"]]
-        number, score = 0, 0.0
-        for number in range(1, self._settings.tries + 1):
-            turn = await client.generate(max_tokens=self._settings.max_tokens or None)
-            found = extract_answer(turn.text)
-            score = float(
-                source.score_answer(answer=turn.text.strip() if found is None else found, entry=entry)
-            )
-            if score >= SOLVED or number == self._settings.tries:
-                break
-            client.add({"role": "user", "content": self._settings.feedback})
-        return Result(score, {"tries": number, "solved": float(score >= SOLVED)})
+        tries, score = 0, 0.0
+        with contextlib.suppress(TokenLimitError):  # it is cut off, and its last answer counts
+            while score < SOLVED and tries < self._settings.tries:
+                if tries:
+                    client.add({"role": "user", "content": self._settings.feedback})
+                turn = await client.generate(max_tokens=self._settings.max_tokens or None)
+                tries += 1
+                found = extract_answer(turn.text)
+                score = float(
+                    source.score_answer(answer=turn.text.strip() if found is None else found, entry=entry)
+                )
+        return Result(score, {"tries": tries, "solved": float(score >= SOLVED)})
 
     def _dataset(self, seed: int, size: int) -> Any:
         if (seed, size) not in self._datasets:

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from hybridengine.environments.environment import Prompt, constructed, settings_of
-from hybridengine.episodes.client import Client, EpisodeError, Message, Result, Row, Turn
+from hybridengine.episodes.client import Client, EpisodeError, Message, Result, Row, TokenLimitError, Turn
 from hybridengine.errors import DataError, shown
 
 ADDRESS = "http://episode.invalid"
@@ -48,6 +48,8 @@ class _Episode:
     client: Client
     messages: list[Message]
     """What the model has read and written."""
+    traces: dict[str, Any] = field(default_factory=dict)
+    """The library's records of its agents, by number."""
     failure: BaseException | None = None
     drawing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -97,10 +99,9 @@ class Verifiers:
         if task is None:
             raise EpisodeError(f"the taskset has no row {answer['index']} any more; write its prompts again")
         episode = _Episode(client, [*row.messages])
-        names = list[str]()
 
         def begun(trace: Any) -> None:
-            names.append(trace.id)
+            episode.traces[trace.id] = trace
             self._episodes[trace.id] = episode
 
         context = vf.ModelContext(
@@ -112,7 +113,7 @@ class Verifiers:
             slot = self._environment.slots(task)[0]
             played = await self._environment.run_slot(slot, context, on_trace=begun)
         finally:
-            for name in names:
+            for name in episode.traces:
                 del self._episodes[name]
         if episode.failure is not None:
             raise episode.failure
@@ -142,6 +143,10 @@ class Verifiers:
                     episode.client.add(added)
                 before = [*episode.client.tokens]
                 turn = await episode.client.generate(max_tokens=max_tokens)
+            except TokenLimitError:
+                # It is cut off and scored, as with the library's own limit of this name.
+                episode.traces[name].stop("max_total_tokens")
+                raise
             except Exception as error:
                 episode.failure = error
                 raise

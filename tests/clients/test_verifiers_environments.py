@@ -113,6 +113,16 @@ def test_an_environment_of_several_turns_plays_episodes_at_once(played: Played) 
         assert read[number] == ["", f"<|im_start|>user{word}<|im_end|><|im_start|>assistant"]
 
 
+def test_an_episode_that_runs_out_of_tokens_is_scored(played: Played) -> None:
+    """The first guess leaves no room, of 200 tokens, for what the environment says."""
+    ended, read = played.outcomes({2: ["5".zfill(196)], 4: ["3", "5"]})
+    assert {number: (one.kind, one.reward, one.metrics) for number, one in ended.items()} == {
+        2: ("", 0.0, {"guesses": 1.0, "found": 0.0}),
+        4: ("", 2.0, {"guesses": 2.0, "found": 2.0}),
+    }
+    assert (len(read[2]), len(read[4])) == (1, 2)
+
+
 def test_an_error_of_the_environment_fails_its_episode_alone(played: Played) -> None:
     ended, _ = played.outcomes({1: ["a lot"], 2: ["3"]})
     assert (ended[1].kind, ended[1].turn) == ("raised", 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hybridengine.environments.environment import Environment, Prompt
@@ -26,17 +27,22 @@ class ByteChat:
         return self.text_tokens("".join(f"{{{one['role']}}}{one['content']}" for one in messages))
 
 
-async def played(environment: Environment, prompt: Prompt, turns: Sequence[str]) -> tuple[Result, list[str]]:
-    """Return the result of an episode with these turns, and what the environment said before each turn but the first."""
+async def played(
+    environment: Environment, prompt: Prompt, turns: Sequence[str], max_tokens: int = LIMITS.max_tokens
+) -> tuple[Result, list[str]]:
+    """Return the result of an episode with these turns, and what the environment said before each turn but the first.
+
+    The turns and what is said have at most `max_tokens` bytes together.
+    """
     left, read = [*turns], list[str]()
 
     async def draw(wanted: Wanted) -> DrawnTurn:
         read.append(bytes(wanted.added).decode())
-        tokens = [*left.pop(0).encode()]
+        tokens = [*left.pop(0).encode()][: wanted.max_tokens]
         return DrawnTurn(wanted.added, tokens, [-1.0] * len(tokens), True)
 
     row = Row(0, prompt.prompt, (1, 2), json.dumps(prompt.answer), 0)
-    client = Client(0, row, LIMITS, ByteChat(), draw)  # type: ignore[arg-type]
+    client = Client(0, row, replace(LIMITS, max_tokens=max_tokens), ByteChat(), draw)  # type: ignore[arg-type]
     result = await environment.play(client, row, json.loads(row.answer))
     client.check_result(Result(result.reward))
     assert not left, "the episode ended before its turns"

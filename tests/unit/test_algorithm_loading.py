@@ -7,14 +7,20 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
 
+from hybridengine.algorithms.losses.dpo import ipo_loss
+from hybridengine.algorithms.losses.policy import clipped_loss
 from hybridengine.config import load_config
 from hybridengine.config.algorithm import ALGORITHMS, Algorithm, algorithm_class
+from hybridengine.config.values import ImportPath
 from hybridengine.drivers.dataflow import check_functions
+from hybridengine.drivers.dpo import Dpo
 from hybridengine.drivers.grpo import Grpo
 from hybridengine.drivers.online_dpo import OnlineDpo
 from hybridengine.drivers.ppo import Ppo
 from hybridengine.drivers.safe_rlhf import SafeRlhf
+from hybridengine.drivers.sft import Sft
 from hybridengine.errors import ConfigError
 from hybridengine.importing import import_object
 from hybridengine.training.dry_run import print_dry_run
@@ -97,6 +103,31 @@ def advantages(rows, across, algorithm, samples): ...
 def too_few(rows, across): ...
 
 
+def own_policy_loss(log_probs, columns, algorithm, actor, aggregation):
+    return clipped_loss(log_probs, columns, algorithm, actor, aggregation)
+
+
+def own_preference_loss(log_probs, columns, algorithm, actor, aggregation):
+    return ipo_loss(log_probs, columns, algorithm, actor, aggregation)
+
+
+def smoothed_loss(log_probs, columns, algorithm, actor, aggregation):
+    return algorithm.label_smoothing * log_probs.sum()
+
+
+def loss_on_gpus(log_probs, columns, algorithm, actor, aggregation):
+    scales = {"told": 1.0}
+    return (log_probs * columns["mask"]).sum() / torch.distributed.get_world_size() + scales["advantages"]
+
+
+def missing_option(log_probs, columns, algorithm, actor, aggregation):
+    return algorithm.no_such_option * columns["told"] * columns["advantages"]
+
+
+class OwnPairs(OnlineDpo):
+    loss: ImportPath = f"{__name__}:own_preference_loss"
+
+
 NOT_CALLABLE = 3
 
 
@@ -153,12 +184,49 @@ def test_a_dry_run_looks_for_functions_of_ones_own() -> None:
             Ppo(loss="builtins:int"),
             "cannot be called as loss(",
         ),
+        (
+            Sft(loss=f"{__name__}:clipped_loss"),
+            "is a loss of advantages, and algorithm.name=sft trains on demonstrations; leave it out for",
+        ),
+        (
+            Grpo(loss=f"{__name__}:ipo_loss"),
+            "is a loss of preferences, and algorithm.name=grpo trains on advantages; leave it out for",
+        ),
+        (
+            Dpo(loss=f"{__name__}:own_policy_loss"),
+            "own_policy_loss reads columns['log_probs'], which an update of algorithm.name=dpo does not have; read what",
+        ),
+        (
+            Sft(loss=f"{__name__}:own_preference_loss"),
+            "reads algorithm.beta, which an update of algorithm.name=sft does not have; read what it has, or choose",
+        ),
+        (
+            OwnPairs(loss=f"{__name__}:missing_option"),
+            "reads algorithm.no_such_option, which an update of algorithm.name=",
+        ),
     ],
 )
 def test_functions_are_checked_before_ranks_start(algorithm: Algorithm, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_functions(algorithm)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        Grpo(loss=f"{__name__}:own_policy_loss"),
+        Grpo(loss=f"{__name__}:loss_on_gpus"),
+        Sft(loss=f"{__name__}:loss_on_gpus"),
+        Dpo(loss=f"{__name__}:own_preference_loss"),
+        OnlineDpo(loss=f"{__name__}:smoothed_loss"),
+        OwnPairs(loss=f"{__name__}:smoothed_loss"),
+        OwnPairs(),
+    ],
+    ids=lambda one: f"{one.name.rpartition(':')[2]}-{one.loss.rpartition(':')[2]}",
+)
+def test_losses_of_ones_own_that_fit(algorithm: Algorithm) -> None:
+    check_functions(algorithm)
 
 
 def test_a_file_or_an_override_that_names_another_algorithm_leaves_the_options_of_the_first(

@@ -54,6 +54,12 @@ def test_the_example_is_a_configuration_with_a_dataflow(module: ModuleType) -> N
     ]
 
 
+def test_the_examples_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_losses.py").write_text(blocks(EXAMPLE, "python")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    check_functions(load_config(ROOT / "configs/grpo.yaml", ["algorithm.loss=my_losses:reinforce"]).algorithm)
+
+
 def test_the_examples_advantages(module: ModuleType) -> None:
     lengths, scores, dropped = [3, 1, 0, 2], [1.0, 0.25, 0.5, float("nan")], [False, False, False, True]
     zeros = torch.zeros(4, 3)

@@ -290,9 +290,9 @@ class Unjudged(Algorithm):
         (
             ["algorithm.name=tests.unit.test_config_checks:Unjudged", "actor.kl_loss_coef=0.1"],
             [
+                "actor.kl_loss_coef=0.1 needs a reference, and algorithm.name=tests.unit.test_config_checks:Unjudged has",
                 "algorithm.name=tests.unit.test_config_checks:Unjudged has the roles actor, without the reward, which"
                 " scores the held-out prompts of data.task; add it to",
-                "actor.kl_loss_coef=0.1 needs a reference, and algorithm.name=tests.unit.test_config_checks:Unjudged has",
             ],
         ),
         (
@@ -318,3 +318,15 @@ def test_a_model_among_the_terms_of_costs_is_no_role(built: Path, from_checkpoin
     assert first == (
         "cost.terms.critic would be called cost_critic, as a role of safe_rlhf is; choose another name"
     )
+
+
+def test_processes_of_episodes_have_room_to_start(built: Path) -> None:
+    common = ["rollout.episode.function=my.episodes:rollout", "reward.kind=episode", "reward.function=null"]
+    for value in ("1KiB", "63MiB"):
+        (found,) = problems_of(built, *common, f"rollout.episode.memory_bytes={value}")
+        assert found.startswith(
+            f'rollout.episode.memory_bytes="{value}" must be at least 67108864; correct it'
+        )
+    config = load_config(built, [*common, "rollout.episode.memory_bytes=64MiB"])
+    assert config.rollout.episode is not None
+    assert config.rollout.episode.memory_bytes == 64 * 2**20

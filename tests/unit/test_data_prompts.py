@@ -101,8 +101,13 @@ def test_long_prompts_are_all_named(tmp_path, tokenizer):
 
 
 def test_characters_that_the_tokenizer_lacks_are_named(tmp_path, tokenizer):
-    with pytest.raises(DataError, match="line 1: parts of the prompt unknown to the tokenizer: 4;"):
-        PromptDataset(write(tmp_path, [{"prompt": "1 € 2 $", "answer": "1"}]), tokenizer, 20)
+    with pytest.raises(
+        DataError, match=r'line 1: parts of the prompt unknown to the tokenizer: "€", "\$"; remove'
+    ):
+        PromptDataset(write(tmp_path, [{"prompt": "1 € 2 $ €", "answer": "1"}]), tokenizer, 20)
+    capitals = "".join(map(chr, range(ord("À"), ord("À") + 12)))
+    with pytest.raises(DataError, match=r'tokenizer: "À", "Á", "Â", "Ã", "Ä", "Å", "Æ", "Ç", \.\.\.; remove'):
+        PromptDataset(write(tmp_path, [{"prompt": capitals, "answer": "1"}]), tokenizer, 20)
 
 
 def test_a_template_that_refuses_a_prompt_is_reported(path):

@@ -25,8 +25,8 @@ def first_prompts(environment: Environment, count: int, seed: int = 0) -> list[P
     return [*islice(environment.prompts(seed, 100), count)]
 
 
-def play(environment: Environment, prompt: Prompt, *turns: str) -> Any:
-    return asyncio.run(played(environment, prompt, turns))
+def play(environment: Environment, prompt: Prompt, *turns: str, **limits: int) -> Any:
+    return asyncio.run(played(environment, prompt, turns, **limits))
 
 
 # ---- reasoning-gym ----
@@ -62,6 +62,20 @@ def test_a_wrong_answer_may_be_corrected() -> None:
     assert (result.reward, result.metrics, read) == (1.0, {"tries": 2, "solved": 1.0}, ["{user}No."])
     result, read = play(environment, prompt, "1e9", "2e9", "3e9")
     assert (result.metrics, read) == ({"tries": 3, "solved": 0.0}, ["{user}No."] * 2)
+
+
+@pytest.mark.parametrize("room", [0, 2, 8, 9], ids=lambda room: f"{room}-bytes-after-an-answer")
+def test_an_answer_without_room_for_another_is_the_last(room: int) -> None:
+    """The feedback has 9 bytes, after which none is left for a second answer."""
+    environment = load_environment("reasoning_gym/chain_sum", {}, {"tries": 3, "feedback": "No."})
+    (prompt,) = first_prompts(environment, 1)
+    result, read = play(environment, prompt, "1e9", max_tokens=3 + room)
+    assert (result.metrics, read) == ({"tries": 1, "solved": 0.0}, [])
+    right = prompt.answer["answer"]
+    result, read = play(environment, prompt, "1e9", right, max_tokens=3 + 9 + len(right))
+    assert (result.reward, result.metrics) == (1.0, {"tries": 2, "solved": 1.0})
+    result, read = play(environment, prompt, "1e9", "2e9", max_tokens=3 + 9 + 3 + room)
+    assert (result.metrics, read) == ({"tries": 2, "solved": 0.0}, ["{user}No."])
 
 
 def test_rows_are_different_and_those_of_seeds_are_disjoint() -> None:
@@ -161,6 +175,20 @@ def test_steps_are_limited() -> None:
     own = load_environment("gymnasium/CliffWalking-v1", {"max_episode_steps": 2}, {})
     result, _ = play(own, prompt, "up", "right")
     assert (result.reward, result.metrics["steps"]) == (-2.0, 2)
+
+
+def test_an_episode_that_runs_out_of_tokens_has_the_rewards_until_then() -> None:
+    environment = load_environment("gymnasium/CliffWalking-v1", {}, {})
+    (prompt,) = first_prompts(environment, 1)
+    limited = load_environment("gymnasium/CliffWalking-v1", {}, {"max_steps": 2})
+    _, (drawing,) = play(limited, prompt, "up", "up")
+    for room in (0, 5, len(drawing) - 1, len(drawing)):
+        used = 2 + len(drawing) + 2
+        result, read = play(environment, prompt, "up", "up", max_tokens=used + room)
+        assert (result.reward, result.metrics) == (-2.0, {"steps": 2, "invalid_actions": 0})
+        assert read == [drawing]
+    result, read = play(environment, prompt, "I should", max_tokens=8)
+    assert (result.reward, result.metrics) == (0.0, {"steps": 0, "invalid_actions": 1})
 
 
 @pytest.mark.parametrize("seed", range(4))

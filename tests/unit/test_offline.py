@@ -38,7 +38,7 @@ SFT, DPO = ROOT / "configs/sft.yaml", ROOT / "configs/dpo.yaml"
         (
             SFT,
             ["actor.kl_loss_coef=0.1"],
-            ["actor.kl_loss_coef=0.1 needs a reference, and algorithm.name=sft has the roles actor"],
+            ["actor.kl_loss_coef=0.1 is not read by algorithm.loss=hybridengine.algorithms.losses.supervised:"],
         ),
         (
             SFT,
@@ -56,6 +56,7 @@ SFT, DPO = ROOT / "configs/sft.yaml", ROOT / "configs/dpo.yaml"
             ["each of the 4 ranks of cluster.ranks_per_node=[4] computes on rows of its own, and data.batch_size=2 · 1"],
         ),
         (SFT, ["algorithm.correction.name=icepop"], ["algorithm.correction is not read by algorithm.name=sft, which"]),
+        (SFT, ["algorithm.kl_estimator=k3"], ["algorithm.kl_estimator=k3 is not read by algorithm.name=sft, which"]),
         (SFT, ["generation.parallel=1-2"], ["generation.parallel=1-2 is not read by algorithm.name=sft"]),
         (
             DPO,
