@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 
+from hybridengine.cli.options import between
 from hybridengine.config import load_config
 from hybridengine.errors import ConfigError
 from hybridengine.importing import import_module
@@ -29,7 +30,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     option("--key-file", required=True, metavar="FILE", help="file with the key that ranks must have")
     option("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
-    option("--port", type=int, default=8400, help="port to listen at, 0 for a free one (default: 8400)")
+    option(
+        "--port",
+        type=between(0, 65535),
+        default=8400,
+        help="port to listen at, 0 for a free one (default: 8400)",
+    )
     option(
         "--tokenizer", metavar="FOLDER",
         help="folder of the run's tokenizer on this host (default: the path that the rank names)",

@@ -50,8 +50,11 @@ RESOURCE = (
 VARIABLE = (r"[A-Za-z_][A-Za-z0-9_.-]*", "the name of a variable, such as NCCL_DEBUG")
 LABEL = (KEY, "the key of a label, such as nvidia.com/gpu.product")
 LABEL_VALUE = (rf"({WORD})?", "the value of a label, such as h100")
-SYSTEM_FOLDERS = {(), ("dev",), ("proc",), ("sys",)}
-"""First parts of paths at which a pod cannot have a volume; () is that of the root."""
+SYSTEM_FOLDERS = {
+    (),
+    *((name,) for name in ("bin", "dev", "etc", "lib", "lib64", "proc", "sbin", "sys", "usr")),
+}
+"""First parts of paths at which a pod cannot have a volume, or would lose its programs; () is that of the root."""
 HEAD_CPUS = "8"
 LEAST_RAY = (2, 52)
 """First version of Ray in which KubeRay lets jobs ask for a token (authOptions)."""
@@ -156,6 +159,10 @@ def run(options: argparse.Namespace) -> int:
         if key.startswith("RAY_AUTH_"):
             raise ConfigError(f"--env {key} is set by KubeRay, for the token of the cluster; leave it out")
     resources = _pairs("--resource", options.resource, _matching(*RESOURCE), _quantity)
+    if options.gpu_resource in resources:
+        raise ConfigError(
+            f"--resource {options.gpu_resource} is set by this command, from --gpus-per-node; change that instead"
+        )
     labels = _pairs("--node-selector", options.node_selector, _matching(*LABEL), _matching(*LABEL_VALUE))
     job = RayJob(
         name=kubernetes_name(options.job_name or config.run.name),

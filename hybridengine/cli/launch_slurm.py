@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +22,7 @@ from hybridengine.cli.launch_options import (
     note,
 )
 from hybridengine.cli.options import between
-from hybridengine.errors import ConfigError
+from hybridengine.errors import ConfigError, shown
 from hybridengine.launch.shape import launched_config, shape_of
 from hybridengine.launch.slurm import SlurmJob, script, submit
 
@@ -113,6 +114,8 @@ def run(options: argparse.Namespace) -> int:
                 raise ConfigError(
                     f"{option} {name} is set by this command, from {set_here[name]}; change that instead"
                 )
+    if options.setup:
+        _check_setup(options.setup)
     name = options.job_name or config.run.name
     if "/" in name:
         raise ConfigError(f"--job-name {name} has a slash, and the log is named after it; write it without")
@@ -139,6 +142,13 @@ def run(options: argparse.Namespace) -> int:
         note(f"SLURM gives equal nodes: each has room for {shape.most_ranks} ranks, also those with fewer")
     deliver(options, text, lambda text: note(submit(text)))
     return 0
+
+
+def _check_setup(commands: str) -> None:
+    """Raise ConfigError if bash cannot read the commands."""
+    checked = subprocess.run(["bash", "-n"], input=commands, capture_output=True, text=True, check=False)
+    if checked.returncode:
+        raise ConfigError(f"--setup {shown(commands)} is not valid: {checked.stderr.strip()}; correct it")
 
 
 def _check_folder(folder: str, config: str, *, setup: str) -> None:

@@ -120,6 +120,11 @@ def _follow(task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[
         if ways:
             raise
         raise WorkerError(str(end)) from None  # because this node is cut off
+    if ray["node"] not in ways:
+        raise WorkerError(
+            f"{task.host} does not reach the address {ray['node']} of {task.folder / RAY}, which is that of an earlier"
+            " launch; name a new --launch-folder"
+        )
     own = ways[ray["node"]]
     with RayNode(
         own,
@@ -132,9 +137,15 @@ def _follow(task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[
     ) as ray_node:
         ray_node.wait(deadline, check)
         say(f"{task.host} has joined Ray at {ray['address']} from {own}")
+        give_up = None
         while (end := meeting.read(END)) is None:
             ray_node.check()
-            stopping.check()
+            if (
+                stopping.is_cut_off
+            ):  # from the launcher: the first node saves the run's step, and needs this one for it
+                give_up = give_up or time.monotonic() + SAVE_LIMIT_S
+                if time.monotonic() > give_up:
+                    stopping.check()
             time.sleep(POLL_S)
     say(f"{task.host} is done: {end['reason'] or 'the run has ended'}")
 
@@ -217,6 +228,8 @@ class Lead:
     def _meet(self) -> str:
         """Return the address of this node that all others reach, once they have said so."""
         task = self._task
+        if self._meeting.read(RAY) is not None:
+            raise ConfigError(f"{task.folder} is the folder of an earlier launch; name a new --launch-folder")
         if len(task.hosts) == 1:
             self._addresses = {LOOPBACK: task.host}
             return LOOPBACK

@@ -269,9 +269,9 @@ class _Nodes:
         while (status := first.poll()) is None:
             for host, ended in self._newly_failed():
                 say(f"{host} has ended with status {ended}; waiting for the run to end")
-                give_up = time.monotonic() + GRACE_S
+                give_up = time.monotonic() + (SETTLE_LIMIT_S if self.is_refused else GRACE_S)
             if give_up is not None and time.monotonic() > give_up:
-                say(f"the run has not ended within {GRACE_S:g} s after a node has failed: it is ended")
+                say("the run has not ended by itself after a node has failed: it is ended")
                 return BAD_INPUT if self.is_refused else NODE_LOST
             self._pass_signals()
             time.sleep(0.2)

@@ -207,6 +207,8 @@ def test_names_of_runs_become_names_of_kubernetes(text: str, name: str):
         (["--resource", "rdma/ib=0"], "--resource rdma/ib=0: '0' must be more than 0"),
         (["--node-selector", "a b=c"], "--node-selector a b=c: 'a b' is not the key of a label"),
         (["--node-selector", "a=b c"], "--node-selector a=b c: 'b c' is not the value of a label"),
+        (["--mount", "/usr/lib"], "--mount /usr/lib would replace a folder of the pod's system"),
+        (["--resource", "nvidia.com/gpu=3"], "--resource nvidia.com/gpu is set by this command"),
         (["--mount", "/"], "--mount / would replace a folder of the pod's system"),
         (["--mount", "/x/../dev/shm"], "--mount /x/../dev/shm would replace a folder of the pod's system"),
         (["--mount", "/a:b"], "--mount /a:b would replace a folder of the pod's system, or has a colon"),

@@ -22,6 +22,7 @@ from hybridengine.cli.main import main
             ["--sbatch-option", "nodes=1"],
             "--sbatch-option nodes is set by this command, from cluster.ranks_per",
         ),
+        (["--setup", "if true"], '--setup "if true" is not valid: bash: line '),
         (["--sbatch-option", "N=3"], "--sbatch-option 'N=3' has the short name of an option"),
         (["--sbatch-option=--time=1"], "--sbatch-option time is set by this command, from --time"),
         (["--sbatch-option", "wrap=true"], "--sbatch-option wrap is set by this command, from the run"),
