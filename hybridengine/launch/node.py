@@ -140,9 +140,8 @@ def _follow(task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[
         give_up = None
         while (end := meeting.read(END)) is None:
             ray_node.check()
-            if (
-                stopping.is_cut_off
-            ):  # from the launcher: the first node saves the run's step, and needs this one for it
+            if stopping.is_cut_off:
+                # The first node saves the run's step, and needs this one for it.
                 give_up = give_up or time.monotonic() + SAVE_LIMIT_S
                 if time.monotonic() > give_up:
                     stopping.check()

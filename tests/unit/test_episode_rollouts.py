@@ -244,7 +244,7 @@ def test_an_episode_that_begins_again_and_ends_earlier_is_cut(left: list[int], r
 
 
 def test_a_turn_that_the_function_has_given_up_is_cut(runs: Runs) -> None:
-    """The engine draws two tokens of the second turn, and is told that it is not awaited any more."""
+    """The function stops waiting for its second turn, of which the engine has drawn two tokens."""
     rollout = Rollout(0)
     engine = FakeEngine(most=5, keeps_routes=True)
     rollouts = runs.start(engine, **MOE)

@@ -156,7 +156,7 @@ def test_a_node_on_which_ray_does_not_start_is_lost(tmp_path: Path, monkeypatch:
 def test_another_node_on_which_ray_does_not_start_is_lost(
     error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """What is refused there, such as other versions, is refused by the launch: another attempt would be as well."""
+    """Bad input of that node, such as other versions, ends the launch as bad input: another attempt would not help."""
     monkeypatch.setattr("hybridengine.launch.node.own_addresses", lambda *_: ["127.0.0.1"])
     kind = {"lacks_ray": error is RayEnded, "refused": error is ConfigError}
     Meeting(tmp_path, print).write("failed-1.json", host="b", reason="no room", **kind)

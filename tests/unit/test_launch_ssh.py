@@ -139,7 +139,7 @@ def test_a_host_that_fails_after_the_first_node_has_ended_is_replaced(
     assert {"a 0 of attempt 1", "c 1 of attempt 1"} <= set(started())
 
 
-@pytest.mark.parametrize("first", ["ends", "goes on"])
+@pytest.mark.parametrize("first", ["has ended", "runs"])
 def test_bad_input_that_a_host_finds_is_not_tried_again(
     first: str, plan: SshLaunch, monkeypatch: pytest.MonkeyPatch
 ):
@@ -147,7 +147,7 @@ def test_bad_input_that_a_host_finds_is_not_tried_again(
     monkeypatch.setattr(ssh, "GRACE_S", 0.5)
     monkeypatch.setattr(ssh, "SETTLE_LIMIT_S", 30)
     monkeypatch.setenv("BROKEN", "2")
-    if first == "ends":
+    if first == "has ended":
         Path("end-0").write_text("1")
     assert launch(with_hosts(plan, "a", "broken", "c"), print) == 2
     assert started() == ["a 0 of attempt 0", "broken 1 of attempt 0"]

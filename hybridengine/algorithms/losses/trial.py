@@ -40,5 +40,5 @@ def missing_input(function: Callable[..., Any], algorithm: Algorithm, kind: Loss
         if error.obj is algorithm:
             return f"algorithm.{error.name}"
     except Exception:
-        return None
+        pass  # see above: only what is missing is looked for
     return None
