@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from pathlib import Path
-from unittest.mock import patch
+from typing import ClassVar
 
-import torch
-
-from hybridengine.controller.rows import Rows
-from hybridengine.drivers.roles import Roles, Sampling, Scorers, State
 from hybridengine.episodes import Client, Result, Row
-from tests.full.async_faults import LosesEngine
-
-COLUMNS = ("response_mask", "scores", "episode/turns", "episode/asked", "episode/drawn")
+from tests.full.async_faults import LosesEngine, WritesBatches
 
 
 async def asks_at_random(client: Client, row: Row) -> Result:
@@ -29,18 +22,13 @@ async def asks_at_random(client: Client, row: Row) -> Result:
     return Result(float(drawn), {"asked": asked, "drawn": drawn})
 
 
-class WritesEpisodes(LosesEngine):
+class WritesEpisodes(LosesEngine, WritesBatches):
     """Writes what episodes say and what is trained of them to a folder, and loses an engine."""
 
-    folder: str
-
-    def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
-        take = roles.generation.take
-
-        def taken(version: int, scorers: Scorers) -> tuple[Rows, Rows]:
-            batch, scores = take(version, scorers)
-            torch.save(dict(batch.union(scores).get(*COLUMNS)), Path(self.folder) / f"{sampling.step}.pt")
-            return batch, scores
-
-        with patch.object(roles.generation, "take", taken):
-            return super().step(roles, sampling, state)
+    written: ClassVar[tuple[str, ...]] = (
+        "response_mask",
+        "scores",
+        "episode/turns",
+        "episode/asked",
+        "episode/drawn",
+    )

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import ray
@@ -73,17 +73,19 @@ def _hang(engine: Any, num_steps: int) -> None:
 
 
 class WritesBatches(AsyncGrpo):
-    """Writes tokens, lengths and scores of each batch to a folder."""
+    """Writes columns of each batch to a folder."""
 
     folder: str
+    written: ClassVar[tuple[str, ...]] = ("tokens", "prompt_lengths", "response_lengths", "scores")
 
     def step(self, roles: Roles, sampling: Sampling, state: State) -> dict[str, float]:
         take = roles.generation.take
 
         def taken(version: int, scorers: Scorers) -> tuple[Rows, Rows]:
             batch, scores = take(version, scorers)
-            columns = batch.union(scores).get("tokens", "prompt_lengths", "response_lengths", "scores")
-            torch.save(dict(columns), Path(self.folder) / f"{sampling.step}.pt")
+            torch.save(
+                dict(batch.union(scores).get(*self.written)), Path(self.folder) / f"{sampling.step}.pt"
+            )
             return batch, scores
 
         with patch.object(roles.generation, "take", taken):
