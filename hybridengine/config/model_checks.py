@@ -310,11 +310,17 @@ def _positions(config: RunConfig, holder: ModelHolder, shape: ModelShape) -> Ite
     rollout, width = config.rollout, config.max_tokens
     if width > shape.max_positions and (holder.path or holder.role == "actor"):
         whose = f"those of {holder.key}.path={holder.path}," if holder.path else "the model's"
+        keys: tuple[str, ...] = ("data.max_tokens",)
+        exceeding = f"data.max_tokens={width} exceeds"
+        if config.algorithm.generates:
+            keys = WIDTHS
+            exceeding = (
+                f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + max_response_tokens="
+                f"{rollout.max_response_tokens} = {width} tokens exceed"
+            )
         yield Conflict(
-            f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + max_response_tokens="
-            f"{rollout.max_response_tokens} = {width} tokens exceed {whose}"
-            f" max_positions={shape.max_positions}; lower them by {width - shape.max_positions}",
-            (*WIDTHS, f"{holder.key}.path" if holder.path else "model"),
+            f"{exceeding} {whose} max_positions={shape.max_positions}; take {width - shape.max_positions} fewer",
+            (*keys, f"{holder.key}.path" if holder.path else "model"),
         )
 
 

@@ -118,7 +118,9 @@ class _Episodes:
             self._send("wrong", str(error))
             return
         except BaseException as error:  # a module may raise anything when imported
-            self._send("wrong", f"raised {_described(error)} when it was imported; correct the module")
+            limit = content["memory_bytes"]
+            also = f", or raise memory_bytes={limit}" if limit else ""  # libraries fail in many ways without memory
+            self._send("wrong", f"raised {_described(error)} when it was imported; correct the module{also}")
             return
         self._note_time()
         threading.Thread(target=self._watch, daemon=True).start()

@@ -358,7 +358,7 @@ def test_the_unbroken_run_gets_as_far_as_starting_processes(bench: Bench):
         (["data.batch_size=64"], ["16 prompts", "data.batch_size=64", "lower it"]),
         (["data.batch_size=9"], ["data.batch_size=9", "choose a multiple of"]),
         (["rollout.max_prompt_tokens=5"], ["max_prompt_tokens=5", "train.jsonl, line 1", "raise the limit"]),
-        (["rollout.max_response_tokens=500"], ["max_positions=128", "lower them"]),
+        (["rollout.max_response_tokens=500"], ["max_positions=128", "fewer"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )

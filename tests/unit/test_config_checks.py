@@ -110,7 +110,7 @@ def test_the_configurations_of_these_tests_are_valid(built: Path, from_checkpoin
             ["rollout.max_prompt_tokens=100"],
             [
                 "rollout.max_prompt_tokens=100 + max_response_tokens=64 = 164 tokens exceed the model's"
-                " max_positions=128; lower them by 36"
+                " max_positions=128; take 36 fewer"
             ],
         ),
         (

@@ -18,7 +18,7 @@ from hybridengine.models.presets import PRESETS
 from hybridengine.models.shapes import ModelShape
 from hybridengine.training.files import RunFiles, claim_run, prepare_files
 from tests.unit.test_checkpoint_files import CONFIG, write_checkpoint
-from tests.unit.test_config import problems_of
+from tests.unit.test_config import ROOT, problems_of
 
 
 def test_a_missing_checkpoint_and_missing_files(tmp_path: Path, from_checkpoint: Path) -> None:
@@ -210,8 +210,13 @@ def test_rows_must_fit_every_models_positions(tmp_path: Path, from_checkpoint: P
     width = load_config(from_checkpoint).max_tokens
     (problem,) = problems_of(from_checkpoint, f"critic.path={critic}")
     assert problem.endswith(
-        f" = {width} tokens exceed those of critic.path={critic}, max_positions=12; lower them by {width - 12}"
+        f" = {width} tokens exceed those of critic.path={critic}, max_positions=12; take {width - 12} fewer"
     )
+
+
+def test_rows_of_the_data_must_fit_the_positions_too() -> None:
+    (problem,) = problems_of(ROOT / "configs/sft.yaml", "data.max_tokens=100")
+    assert problem == "data.max_tokens=100 exceeds the model's max_positions=64; take 36 fewer"
 
 
 FEW_ROWS = ("data.task.train_rows=64", "data.task.eval_rows=8")
