@@ -31,8 +31,8 @@ MetricNames = Annotated[
     ),
 ]
 
-ProcessBytes = Annotated[Bytes, Field(ge=64 * BYTE_UNITS["MiB"])]
-"""Memory limit of a process: Python and its threads do not start with 32MiB; with a tokenizer, 256MiB are too few."""
+ProcessBytes = Annotated[Bytes, Field(ge=128 * BYTE_UNITS["MiB"])]
+"""Memory limit of a process: with 64MiB numpy waits forever for memory; with a tokenizer, 256MiB are too few."""
 
 
 class EpisodeSection(Section):
@@ -62,7 +62,7 @@ class EpisodeSection(Section):
     blocked_s: Seconds = 30.0
     """Time for which a function may keep the others of its process from running, by code that awaits nothing."""
     memory_bytes: ProcessBytes | None = None
-    """Memory limit of one process, at least 64MiB; none by default."""
+    """Memory limit of one process, at least 128MiB; none by default."""
     on_failure: Literal["drop", "fail"] = "drop"
     """Action after a response whose function raised, exceeded a limit or returned what it may not: continue without its
     row, or end the run."""

@@ -119,7 +119,9 @@ class _Episodes:
             return
         except BaseException as error:  # a module may raise anything when imported
             limit = content["memory_bytes"]
-            also = f", or raise memory_bytes={limit}" if limit else ""  # libraries fail in many ways without memory
+            also = (
+                f", or raise memory_bytes={limit}" if limit else ""
+            )  # libraries fail in many ways without memory
             self._send("wrong", f"raised {_described(error)} when it was imported; correct the module{also}")
             return
         self._note_time()

@@ -322,11 +322,11 @@ def test_a_model_among_the_terms_of_costs_is_no_role(built: Path, from_checkpoin
 
 def test_processes_of_episodes_have_room_to_start(built: Path) -> None:
     common = ["rollout.episode.function=my.episodes:rollout", "reward.kind=episode", "reward.function=null"]
-    for value in ("1KiB", "63MiB"):
+    for value in ("1KiB", "127MiB"):
         (found,) = problems_of(built, *common, f"rollout.episode.memory_bytes={value}")
         assert found.startswith(
-            f'rollout.episode.memory_bytes="{value}" must be at least 67108864; correct it'
+            f'rollout.episode.memory_bytes="{value}" must be at least 134217728; correct it'
         )
-    config = load_config(built, [*common, "rollout.episode.memory_bytes=64MiB"])
+    config = load_config(built, [*common, "rollout.episode.memory_bytes=128MiB"])
     assert config.rollout.episode is not None
-    assert config.rollout.episode.memory_bytes == 64 * 2**20
+    assert config.rollout.episode.memory_bytes == 128 * 2**20

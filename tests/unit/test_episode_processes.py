@@ -356,3 +356,15 @@ def test_a_process_that_does_not_react_is_replaced(monkeypatch: pytest.MonkeyPat
 def test_a_function_that_no_episode_can_run(function: str, message: str) -> None:
     with pytest.raises(DataError, match=rf"^rollout\.episode\.function={CASES}:{function} .*{message}"):
         check_episode(EpisodeSection(function=f"{CASES}:{function}"))
+
+
+def test_a_module_that_needs_more_memory_than_its_process_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "large_module.py").write_text(
+        "content = bytearray(2**28)\nasync def plays(client, row): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    check_episode(EpisodeSection(function="large_module:plays"))
+    with pytest.raises(DataError, match=r"MemoryError.*correct the module, or raise memory_bytes=134217728$"):
+        check_episode(EpisodeSection(function="large_module:plays", memory_bytes=2**27))
