@@ -76,8 +76,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(
-            f"{path} cannot be written ({error.strerror or error}); make room, or mend the disk: what was written before"
-            " is kept"
+            f"{path} cannot be written ({error.strerror or error}); make room, mend the disk, or name another place: what"
+            " was written before is kept"
         ) from error
 
 

@@ -40,8 +40,9 @@ ANSWER_LIMIT_S = 60.0
 """Time limit for Ray to say which nodes it still has."""
 SAVE_LIMIT_S = 600.0
 """Time limit for a run to save its step and end once nobody launches it any more."""
-LOCK_LIMIT_S, LOCK_POLL_S = 150.0, 5.0
-"""A file server frees the locks of a machine that has died after its lease, 90 s with Linux's NFS."""
+LOCK_LIMIT_S, LOCK_POLL_S = SAVE_LIMIT_S + 150.0, 5.0
+"""An earlier attempt holds the lock until its step is saved; where its machine has died, a file server frees it after its
+lease, 90 s with Linux's NFS."""
 FAILED = "failed-*.json"
 
 
@@ -186,6 +187,8 @@ class Lead:
     def carry_out(self) -> int:
         """Return the exit status of the run, or NODE_LOST; tell the other nodes when it has ended."""
         task, status, reason = self._task, 1, ""
+        if self._meeting.read(RAY) is not None:
+            raise ConfigError(f"{task.folder} is the folder of an earlier launch; name a new --launch-folder")
         with ExitStack() as ends:
             ends.callback(self._meeting.close)
             try:
@@ -227,8 +230,6 @@ class Lead:
     def _meet(self) -> str:
         """Return the address of this node that all others reach, once they have said so."""
         task = self._task
-        if self._meeting.read(RAY) is not None:
-            raise ConfigError(f"{task.folder} is the folder of an earlier launch; name a new --launch-folder")
         if len(task.hosts) == 1:
             self._addresses = {LOOPBACK: task.host}
             return LOOPBACK
@@ -300,10 +301,15 @@ class Lead:
 
     def _wait_for_lock(self) -> None:
         """Wait until no earlier attempt holds the run's folder; after LOCK_LIMIT_S the run itself says who does."""
-        deadline = time.monotonic() + LOCK_LIMIT_S
-        while is_locked(self._task.lock_file) and time.monotonic() < deadline:
+        deadline, reported = time.monotonic() + LOCK_LIMIT_S, 0.0
+        while is_locked(self._task.lock_file) and (now := time.monotonic()) < deadline:
             self._check()
-            self._say(f"waiting for {self._task.lock_file}, which an earlier attempt holds")
+            if now - reported >= REPORT_EVERY_S:
+                rest = f"for {deadline - now:.0f} s at most"
+                self._say(
+                    f"waiting {rest} until an earlier attempt, or another run, frees {self._task.lock_file}"
+                )
+                reported = now
             time.sleep(LOCK_POLL_S)
 
     def _hear(self) -> None:
