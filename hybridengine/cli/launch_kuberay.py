@@ -132,7 +132,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     config = launched_config(options.config, options.overrides)
-    shape = shape_of(config, options.gpus_per_node)
+    shape = shape_of(config, options.gpus_per_node, options.cpus_per_node)
     for name in ("mount", "folder"):
         path = getattr(options, name)
         if path is not None and not path.startswith("/"):

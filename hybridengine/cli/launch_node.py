@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     config = launched_config(options.config, options.overrides)
-    shape = shape_of(config, options.gpus_per_node)
+    shape = shape_of(config, options.gpus_per_node, options.cpus_per_node)
     hosts, index = _place(options)
     if len(hosts) < shape.num_nodes:
         raise ConfigError(

@@ -101,7 +101,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     config = launched_config(options.config, options.overrides)
-    shape = shape_of(config, options.gpus_per_node)
+    shape = shape_of(config, options.gpus_per_node, options.cpus_per_node)
     given = {name: value for name in DIRECTIVES if (value := getattr(options, name))}
     further = _pairs("--sbatch-option", options.sbatch_option)
     in_step = _pairs("--srun-option", options.srun_option)

@@ -61,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     config = launched_config(options.config, options.overrides)
-    shape = shape_of(config, options.gpus_per_node)
+    shape = shape_of(config, options.gpus_per_node, options.cpus_per_node)
     hosts = parse_hosts(options.hosts, options.hostfile)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 

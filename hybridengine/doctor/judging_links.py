@@ -22,14 +22,16 @@ Links = Mapping[str, Mapping[str, LinkFacts]]
 
 def judge_ports(links: Links) -> Iterator[Finding]:
     """Check that every node reaches every other one."""
-    remedy = (
+    closed = (
         "open the ports that the system chooses (net.ipv4.ip_local_port_range) between the nodes, and check the network"
         " between them"
     )
+    loopback = "start Ray there again with --node-ip-address and an address that the other nodes reach"
     for node, ways in links.items():
         for target, one in ways.items():
             if one.error:
                 text = f"a port of {target} cannot be reached ({one.error})"
+                remedy = loopback if target.startswith("127.") or target == "::1" else closed
                 yield problem(Subject.PORTS, text, remedy, node)
     if links and not any(one.error for ways in links.values() for one in ways.values()):
         yield fine(Subject.PORTS, f"{len(links)} nodes reach each other's ports")

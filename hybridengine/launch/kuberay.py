@@ -19,7 +19,8 @@ MAX_NAME = 47
 VOLUME, SHARED_MEMORY = "cluster-files", "shared-memory"
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_worker_prestart": "0"}
 HEADER = """# {name}: {shape}.
-# Written by `hybridengine launch kuberay`; start it with kubectl create, watch it with kubectl get rayjob {name}.
+# Written by `hybridengine launch kuberay`; start it with kubectl create, watch it with kubectl get rayjob {name}
+# --namespace {namespace}.
 """
 
 
@@ -89,7 +90,7 @@ def kubernetes_name(text: str) -> str:
 
 def manifest(job: RayJob) -> str:
     """Return the manifest of a job as YAML."""
-    return HEADER.format(name=job.name, shape=job.shape) + yaml.safe_dump(
+    return HEADER.format(name=job.name, namespace=job.namespace, shape=job.shape) + yaml.safe_dump(
         rayjob(job), sort_keys=False, width=120
     )
 

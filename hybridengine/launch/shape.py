@@ -47,13 +47,14 @@ class Shape:
         return f"{self.num_nodes} node(s) with {ranks} ranks{device}"
 
 
-def shape_of(config: RunConfig, gpus_per_node: int | None = None) -> Shape:
+def shape_of(config: RunConfig, gpus_per_node: int | None = None, cpus_per_node: int | None = None) -> Shape:
     """Return the fewest nodes on which all pools find room, placed as a run places them.
 
     A node has room for `gpus_per_node` ranks, by default for the most ranks that a pool has on one node.
 
     Raises:
-        ConfigError: a pool has more ranks on a node than it has GPUs, or `gpus_per_node` is given to a run on CPUs.
+        ConfigError: a pool has more ranks on a node than it has GPUs, or a node more than `cpus_per_node`, or
+            `gpus_per_node` is given to a run on CPUs.
     """
     pools = {name: tuple(pool.ranks_per_node) for name, pool in config.pools.items()}
     if gpus_per_node and config.cluster.device == "cpu":
@@ -69,7 +70,13 @@ def shape_of(config: RunConfig, gpus_per_node: int | None = None) -> Shape:
                 " smaller numbers in ranks_per_node, or nodes with more GPUs"
             )
     uses_gpus = config.cluster.device == "cuda" or bool(gpus_per_node)
-    return Shape(ranks_on_nodes(pools, room), room if uses_gpus else 0)
+    shape = Shape(ranks_on_nodes(pools, room), room if uses_gpus else 0)
+    if cpus_per_node and cpus_per_node < shape.most_ranks:
+        raise ConfigError(
+            f"--cpus-per-node {cpus_per_node} is too small for {shape.most_ranks} ranks on a node, each of which takes"
+            f" one; give {shape.most_ranks} or more"
+        )
+    return shape
 
 
 def ranks_on_nodes(pools: Mapping[str, Sequence[int]], room: int) -> tuple[int, ...]:

@@ -47,16 +47,22 @@ start_again() {{
   sleep 60
 }}
 
-# Exclude nodes that have left Ray, which SLURM may still take for healthy, if enough others respond.
+# Exclude nodes that have left Ray, which SLURM may still take for healthy, unless this job could not start on the others:
+# it would wait for ever.
 exclude_lost() {{
-  local before excluded others
+  local before excluded option value options=()
   before=$(show %x | sed 's/(null)//')
-  excluded=$(scontrol show hostnames "${{before:+$before,}}$(paste -sd, "$launch/{lost}")")
-  others=$(sinfo --noheader --Node --responding --partition="$SLURM_JOB_PARTITION" --states=idle,alloc,mix,comp \\
-    --format=%N | sort -u | grep -cvxF "$excluded")
-  [ "$others" -ge {num_nodes} ] || return
-  scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$(paste -sd, <<< "$excluded")" \\
-    && echo "$(date +%FT%T) excluded from the next start:" $excluded
+  excluded=$(scontrol show hostnames "${{before:+$before,}}$(paste -sd, "$launch/{lost}")" | paste -sd,)
+  for option in account=%a constraint=%f partition=%P qos=%q reservation=%v time=%l; do
+    value=$(show "${{option#*=}}")
+    [[ $value == *"(null)"* ]] || options+=("--${{option%=*}}=$value")
+  done
+  if sbatch --test-only --exclude="$excluded" "${{options[@]}}" "$0"; then
+    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$excluded" \
+      && echo "$(date +%FT%T) excluded from the next start: $excluded"
+  else
+    echo "$(date +%FT%T) not excluded from the next start, for which too few nodes would be left: $excluded"
+  fi
 }}
 
 # SLURM signals this script alone, before the time limit. A file tells the first node, and the run saves its step: SLURM
@@ -155,7 +161,6 @@ def script(job: SlurmJob) -> str:
         stop=STOP,
         token=TOKEN,
         lost=LOST,
-        num_nodes=job.shape.num_nodes,
         retries=job.retries,
     )
 

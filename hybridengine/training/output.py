@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -63,10 +64,8 @@ def run_trackers(config: RunConfig) -> Trackers:
 
 def where_to_look(folder: Path) -> str:
     """Return the files and commands that show the results of a finished run."""
-    return (
-        f"metrics: {folder / METRICS_FILE}; tensorboard --logdir {folder / TENSORBOARD_FOLDER};"
-        f" hybridengine report {folder}"
-    )
+    logdir, run = shlex.quote(str(folder / TENSORBOARD_FOLDER)), shlex.quote(str(folder))
+    return f"metrics: {folder / METRICS_FILE}; tensorboard --logdir {logdir}; hybridengine report {run}"
 
 
 class RunOutput:

@@ -20,6 +20,8 @@ def test_ports() -> None:
         "open the ports that the system chooses (net.ipv4.ip_local_port_range) between the nodes, and check the network"
         " between them"
     ), "names are none of a run's business, which uses addresses"
+    (found,) = judge_ports({"10.0.0.2": {"127.0.1.1": refused}, "127.0.1.1": {"10.0.0.2": LinkFacts()}})
+    assert found.remedy.startswith("start Ray there again with --node-ip-address")
 
 
 @pytest.mark.parametrize(

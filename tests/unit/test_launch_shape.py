@@ -74,6 +74,9 @@ def test_nodes_that_are_too_small_are_refused():
     config = load_config("configs/arithmetic.yaml", ["cluster.device=cpu"])
     with pytest.raises(ConfigError, match="--gpus-per-node 8 does not go with"):
         shape_of(config, 8)
+    with pytest.raises(ConfigError, match="--cpus-per-node 3 is too small for 4 ranks on a node"):
+        shape_of(config, None, 3)
+    assert shape_of(config, None, 4).most_ranks == 4
 
 
 def test_the_command_of_a_run_resumes_and_joins_the_cluster():

@@ -21,8 +21,11 @@ PROGRAMS = {
           "show hostnames "*) tr , '\\n' <<< "$3";;
           *) echo "$*" >> calls;;
         esac""",
-    "squeue": """case "$*" in *%r) cat reason;; *%x) cat excluded;; *) cat state;; esac""",
-    "sinfo": "cat nodes",
+    "squeue": """case "$4" in
+          *%r) cat reason;; *%x) cat excluded;; *%T) cat state;;
+          *%f) echo h100;; *%v) echo "(null)";; *) echo "its-${4#*%}";;
+        esac""",
+    "sbatch": """echo "$*" >> calls; exit $(cat full)""",
     "sleep": "exit 0",
     "srun": """echo "$*" > srun-called
         while [ ! -e status ]; do
@@ -213,30 +216,36 @@ def test_the_status_is_that_of_the_run_where_another_node_was_killed(
 
 
 @pytest.mark.parametrize(
-    ("excluded", "lost", "nodes", "update"),
+    ("excluded", "lost", "full", "asked", "update"),
     [
-        ("(null)", "node-2", "node-1 node-2 node-3", "node-2"),
-        ("node-7", "node-2", "node-1 node-2 node-3 node-7", "node-7,node-2"),
-        ("(null)", "node-2", "node-1 node-2", None),  # the job would wait for ever
-        ("(null)", "", "node-1 node-2 node-3", None),
+        ("(null)", "node-2", 0, "node-2", "node-2"),
+        ("node-7", "node-2", 0, "node-7,node-2", "node-7,node-2"),
+        ("(null)", "node-2", 1, "node-2", None),  # the job would wait for ever
+        ("(null)", "", 0, None, None),
     ],
 )
-def test_a_node_that_has_left_ray_is_excluded_if_there_are_others(
+def test_a_node_that_has_left_ray_is_excluded_if_the_job_can_start_on_others(
     excluded: str,
     lost: str,
-    nodes: str,
+    full: int,
+    asked: str | None,
     update: str | None,
     job: Callable[..., subprocess.Popen[str]],
     tmp_path: Path,
 ):
-    (tmp_path / "nodes").write_text(nodes.replace(" ", "\n") + "\n")
+    (tmp_path / "full").write_text(str(full))
     (tmp_path / "excluded").write_text(f"{excluded}\n")
     (tmp_path / "status").write_text("75")
     Meeting(tmp_path / "runs/arithmetic/launch/17.0", print).write_lost(lost.split())
     with job("cluster.ranks_per_node=[2,2]") as started:
         output, _ = started.communicate(timeout=60)
+    options = "--account=its-a --constraint=h100 --partition=its-P --qos=its-q --time=its-l"
+    asking = [f"--test-only --exclude={asked} {options} job.sh"] if asked else []
     excluding = [f"update JobId=17 ExcNodeList={update}"] if update else []
-    assert calls(tmp_path) == ["requeue 17", *excluding], output
+    assert calls(tmp_path) == ["requeue 17", *asking, *excluding], output
+    assert (
+        f"not excluded from the next start, for which too few nodes would be left: {asked}" in output
+    ) == bool(full)
 
 
 def test_a_run_that_is_late_for_the_time_limit_is_requeued(
@@ -249,9 +258,9 @@ def test_a_run_that_is_late_for_the_time_limit_is_requeued(
         started.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         assert started.poll() is None and calls(tmp_path) == []
-        (tmp_path / "reason").write_text("TimeLimit\n")
-        (tmp_path / "state").write_text("COMPLETING\n")
         (token := tmp_path / "runs/arithmetic/launch/17.0/token").touch()
+        (tmp_path / "state").write_text("COMPLETING\n")
+        (tmp_path / "reason").write_text("TimeLimit\n")
         started.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 30
         while not calls(tmp_path) and time.monotonic() < deadline:

@@ -40,11 +40,12 @@ def slurm(network: Network, shared: Path) -> SlurmCluster:
     return SlurmCluster(network.hosts, shared)
 
 
-def submit(slurm: SlurmCluster, shared: Path, config: Path, warm_ray: dict[str, str]) -> str:
+def submit(slurm: SlurmCluster, shared: Path, config: Path, warm_ray: dict[str, str], *options: str) -> str:
     """Submit a run as a job, and return its number."""
     said = slurm.say(
         *(sys.executable, "-m", "hybridengine.cli.main", "launch", "slurm", config, "--submit"),
         *("--time", "60", "--start-limit", "400", "--sbatch-option", f"output={shared}/%x-%j.log"),
+        *options,
         env=launch_environment(warm_ray),
     )
     assert "Submitted batch job" in said, said
@@ -107,6 +108,29 @@ def test_a_job_that_is_signalled_saves_its_step(
         slurm.say("scancel", job)
         slurm.wait_for(lambda: ended(slurm, job), LIMIT_S)
     assert slurm.state(job)["JobState"] == ("CANCELLED" if before_time_limit else "COMPLETED")
+
+
+@pytest.mark.parametrize("has_others", [True, False])
+def test_a_node_that_ray_loses_is_excluded_if_the_job_may_have_others(
+    has_others: bool, slurm: SlurmCluster, network: Network, shared: Path, warm_ray: dict[str, str]
+):
+    """SLURM sees nothing wrong with the node; a job that may not have a third one starts on the same two."""
+    name = "others" if has_others else "alone"
+    for node in NODES:
+        feature = "slow" if node == "node-c" else "fast"
+        slurm.say("scontrol", "update", f"NodeName={node}", f"AvailableFeatures={feature}")
+    options = () if has_others else ("--constraint", "fast")
+    job = submit(slurm, shared, write_run(shared, name, steps=12), warm_ray, *options)
+    slurm.wait_for(lambda: last_checkpoint(shared, name) >= 1 or ended(slurm, job), LIMIT_S)
+    before = last_checkpoint(shared, name)
+    assert 1 <= before < 12, logs(shared, name)
+    node_named(network, "node-b").run("pkill", "-9", "raylet")
+    slurm.wait_for(lambda: ended(slurm, job) and last_checkpoint(shared, name) > before, LIMIT_S)
+    state, said = slurm.state(job), logs(shared, name)
+    nodes = "node-a,node-c" if has_others else "node-a,node-b"
+    assert (state["JobState"], state["Restarts"], state["NodeList"]) == ("COMPLETED", "1", nodes), said
+    assert ("not excluded from the next start" in said) != has_others
+    assert trained_steps(shared, name)[-1] == 12
 
 
 def test_a_run_continues_on_other_nodes_when_one_dies(
