@@ -32,9 +32,10 @@ class Chat:
 
         `last` are the tokens of that turn: the part of its end that it has drawn is not repeated. Special tokens in the
         messages are left out, so that a tool's output cannot end its message.
+
+        Raises DataError for messages that the template refuses, and for a template that changes earlier turns.
         """
-        after = self._rendered([*self._before, *messages], True).partition(MARK)[2]
-        tokens = self.text_tokens(after)
+        tokens = self.text_tokens(self._after([*self._before, *messages], True))
         return tokens[_overlap(last, self._end) :]
 
     @cached_property
@@ -48,7 +49,17 @@ class Chat:
     @cached_property
     def _end(self) -> list[int]:
         """Tokens that the template puts after an assistant's message."""
-        return self.text_tokens(self._rendered(self._before, False).partition(MARK)[2])
+        return self.text_tokens(self._after(self._before, False))
+
+    def _after(self, messages: Sequence[Mapping[str, Any]], opens: bool) -> str:
+        """Return what the template puts after the assistant's message of `_before`."""
+        _, mark, after = self._rendered(messages, opens).partition(MARK)
+        if not mark:
+            raise DataError(
+                "the chat template does not repeat the assistant's earlier turns as they are, so that no message can"
+                " follow them; name another one in model.chat_template, or let episodes add texts in place of messages"
+            )
+        return after
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], opens: bool) -> str:
         try:

@@ -20,6 +20,7 @@ from hybridengine.config.judge_section import JudgeSection
 from hybridengine.config.reward_sections import scorer_key
 from hybridengine.config.run_config import PATH_KEYS, reward_sections
 from hybridengine.config.values import Section
+from hybridengine.data.chat import Chat
 from hybridengine.data.datasets import EPISODE_ROWS, PromptDataset
 from hybridengine.data.images import image_reader
 from hybridengine.data.judging import check_judge
@@ -62,8 +63,17 @@ class RunFiles:
         return self.training
 
     def data_lines(self, config: RunConfig) -> list[str]:
-        """Return lines about the rows with responses, and how often an offline algorithm reads them."""
+        """Return lines about the rows with responses, and how often an offline algorithm reads them.
+
+        For episodes, return a warning if the chat template lets no message follow a turn: whether their function adds any
+        is not known before it runs.
+        """
         if config.algorithm.generates:
+            try:
+                if config.rollout.episode is not None:
+                    Chat(self.tokenizer).message_tokens([{"role": "user", "content": "?"}], ())
+            except DataError as error:
+                return [f"warning: client.add cannot add messages: {error}"]
             return []
         steps, batch_size = config.run.steps, config.data.batch_size
         epochs = steps * batch_size / len(self.training)

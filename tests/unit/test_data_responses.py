@@ -193,3 +193,15 @@ def test_a_template_that_refuses_a_later_turn_is_reported(tmp_path: Path) -> Non
     )
     with pytest.raises(DataError, match=r"line 1: the chat template refuses the messages .*too many"):
         ResponseDataset(write(tmp_path, [{"messages": CONVERSATION}]), strict, "demonstrations", 99)
+
+
+def test_a_template_that_does_not_repeat_earlier_turns_has_no_conversations(tmp_path: Path) -> None:
+    last = build_arithmetic_tokenizer()
+    last.chat_template = "{{ messages[-1].content }}\na:"
+    path = write(tmp_path, [ROWS[0], {"messages": CONVERSATION}])
+    with pytest.raises(
+        DataError, match=r"line 2: the chat template does not repeat the assistant's earlier turns"
+    ):
+        ResponseDataset(path, last, "demonstrations", 99)
+    single = ResponseDataset(write(tmp_path, ROWS[:1]), last, "demonstrations", 99)
+    assert texts_of(single.rows([0]), last) == [("0 + 1 =\na:", "0 1<|im_end|>")]
