@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -37,6 +38,28 @@ class Chat:
         """
         tokens = self.text_tokens(self._after([*self._before, *messages], True))
         return tokens[_overlap(last, self._end) :]
+
+    def without_end(self, text: str) -> str:
+        """Return the text of a turn of the model without the special tokens that end it, if they are written in it."""
+        ends = "|".join(map(re.escape, (self._turn_end, str(self._tokenizer.eos_token))))
+        return re.sub(rf"(?:(?:{ends})\s*)+\Z", "", text)
+
+    @cached_property
+    def turn_end(self) -> list[int]:
+        """Tokens that the model ends a turn with: the chat template's, or the tokenizer's end-of-sequence token.
+
+        The latter is for templates without a special token after an assistant's message, and for those that have no
+        place for one.
+        """
+        return self.text_tokens(self._turn_end)
+
+    @cached_property
+    def _turn_end(self) -> str:
+        try:
+            end = self._special.up_to_first(self._after(self._before, False))
+        except DataError:  # a template for prompts of one message
+            end = ""
+        return end or str(self._tokenizer.eos_token)
 
     @cached_property
     def _special(self) -> SpecialTokens:

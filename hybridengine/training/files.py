@@ -54,7 +54,7 @@ class RunFiles:
     held_out: PromptDataset | ResponseDataset | None
     demonstrations: ResponseDataset | None
     stop_token_ids: tuple[int, ...]
-    """Tokens that end a response: the tokenizer's, and those in the checkpoint's generation_config.json."""
+    """Tokens that end a response (`stop_token_ids`)."""
 
     @property
     def prompts(self) -> PromptDataset:
@@ -269,7 +269,10 @@ def vocabulary_problems(
 def stop_token_ids(
     model_folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> tuple[int, ...]:
-    """Return the end tokens of the tokenizer and of the checkpoint's generation_config.json, as transformers does.
+    """Return the tokens that end a response.
+
+    These are the end tokens of the tokenizer and of the checkpoint's generation_config.json, as in transformers, and the
+    one with which the chat template ends a turn, which demonstrations teach.
 
     Raises CheckpointError if transformers, and so vLLM, rejects that file or config.json, or an end token is invalid.
     """
@@ -295,7 +298,7 @@ def stop_token_ids(
                 f"{model_folder / name} is not accepted by transformers ({' '.join(str(error).split())}); restore the"
                 f" model's original file{remedy}"
             ) from None
-    return tuple(dict.fromkeys([token_id(tokenizer, "eos"), *tokens]))
+    return tuple(dict.fromkeys([token_id(tokenizer, "eos"), *tokens, Chat(tokenizer).turn_end[-1]]))
 
 
 def judge_stops(folder: Path) -> tuple[int, ...]:

@@ -58,6 +58,15 @@ def test_a_response_ends_where_the_checkpoint_says(
     if named is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
     assert stop_token_ids(tmp_path, tokenizer, 57) == (tokenizer.eos_token_id, *more)
+    # As Qwen2.5-7B, whose template ends turns with <|im_end|>.
+    tokenizer.eos_token = "<|pad|>"
+    assert stop_token_ids(tmp_path, tokenizer, 57) == (
+        0,
+        *more,
+        tokenizer.convert_tokens_to_ids("<|im_end|>"),
+    )
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    assert stop_token_ids(tmp_path, tokenizer, 57) == (0, *more)
 
 
 def test_episodes_are_warned_of_a_template_that_lets_no_message_follow(bench: Bench) -> None:
