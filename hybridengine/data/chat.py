@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -32,10 +33,33 @@ class Chat:
 
         `last` are the tokens of that turn: the part of its end that it has drawn is not repeated. Special tokens in the
         messages are left out, so that a tool's output cannot end its message.
+
+        Raises DataError for messages that the template refuses, and for a template that changes earlier turns.
         """
-        after = self._rendered([*self._before, *messages], True).partition(MARK)[2]
-        tokens = self.text_tokens(after)
+        tokens = self.text_tokens(self._after([*self._before, *messages], True))
         return tokens[_overlap(last, self._end) :]
+
+    def without_end(self, text: str) -> str:
+        """Return the text of a turn of the model without the special tokens that end it, if they are written in it."""
+        ends = "|".join(map(re.escape, (self._turn_end, str(self._tokenizer.eos_token))))
+        return re.sub(rf"(?:(?:{ends})\s*)+\Z", "", text)
+
+    @cached_property
+    def turn_end(self) -> list[int]:
+        """Tokens that the model ends a turn with: the chat template's, or the tokenizer's end-of-sequence token.
+
+        The latter is for templates without a special token after an assistant's message, and for those that have no
+        place for one.
+        """
+        return self.text_tokens(self._turn_end)
+
+    @cached_property
+    def _turn_end(self) -> str:
+        try:
+            end = self._special.up_to_first(self._after(self._before, False))
+        except DataError:  # a template for prompts of one message
+            end = ""
+        return end or str(self._tokenizer.eos_token)
 
     @cached_property
     def _special(self) -> SpecialTokens:
@@ -48,7 +72,17 @@ class Chat:
     @cached_property
     def _end(self) -> list[int]:
         """Tokens that the template puts after an assistant's message."""
-        return self.text_tokens(self._rendered(self._before, False).partition(MARK)[2])
+        return self.text_tokens(self._after(self._before, False))
+
+    def _after(self, messages: Sequence[Mapping[str, Any]], opens: bool) -> str:
+        """Return what the template puts after the assistant's message of `_before`."""
+        _, mark, after = self._rendered(messages, opens).partition(MARK)
+        if not mark:
+            raise DataError(
+                "the chat template does not repeat the assistant's earlier turns as they are, so that no message can"
+                " follow them; name another one in model.chat_template, or let episodes add texts in place of messages"
+            )
+        return after
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], opens: bool) -> str:
         try:

@@ -47,7 +47,7 @@ class _Sequence(NamedTuple):
 
 
 class ResponseDataset:
-    """Tokenised prompts, each followed by its response and the end-of-sequence token.
+    """Tokenised prompts, each followed by its response and the tokens that end a turn (`Chat.turn_end`).
 
     A demonstration is one sequence, a preference two: its chosen response and its rejected one. In a conversation, the
     response begins with the assistant's first message, and `response_mask` excludes what the assistant has not written.
@@ -87,7 +87,7 @@ class ResponseDataset:
             longest = max(one.num_tokens for one in found)
             if longest > max_tokens and too_long == "error":
                 problems.append(
-                    f"{row.place}: prompt and response have {longest} tokens with the end-of-sequence token,"
+                    f"{row.place}: prompt and response have {longest} tokens with the end token,"
                     f" {limit}={max_tokens}; raise the limit or shorten the row"
                 )
                 continue
@@ -148,13 +148,12 @@ def _sequences(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None
 ) -> Iterator[list[_Sequence]]:
     """Yield the sequences of each row; raise DataError for texts unknown to the tokenizer or its chat template."""
-    prompts = prompt_tokens(rows, tokenizer, reader)
-    texts = [[*row.responses, *_written(row)] for row in rows]
+    prompts, chat = prompt_tokens(rows, tokenizer, reader), Chat(tokenizer)
+    texts = [[chat.without_end(text) for text in (*row.responses, *_written(row))] for row in rows]
     places = [row for row, own in zip(rows, texts, strict=True) for _ in own]
     flat = [text for own in texts for text in own]
-    end = token_id(tokenizer, "eos")
-    turns = iter([[*one, end] for one in tokenized(places, flat, tokenizer, "response")])
-    chat, problems, found = Chat(tokenizer), list[str](), list[list[_Sequence]]()
+    turns = iter([[*one, *chat.turn_end] for one in tokenized(places, flat, tokenizer, "response")])
+    problems, found = list[str](), list[list[_Sequence]]()
     for row, prompt in zip(rows, prompts, strict=True):
         if not prompt:
             problems.append(
@@ -163,6 +162,11 @@ def _sequences(
         if not row.later:
             responses = [next(turns) for _ in row.responses]
             found.append([_Sequence(prompt, one, [True] * len(one)) for one in responses])
+            if not _teaches(found[-1]):
+                problems.append(
+                    f"{row.place}: chosen and rejected response have the same tokens; correct one of them, or remove the"
+                    " row"
+                )
             continue
         try:
             found.append([_conversation(row, prompt, [next(turns) for _ in _written(row)], chat)])

@@ -13,6 +13,7 @@ import pyarrow.parquet
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -49,10 +50,34 @@ def _ends_with_a_request(messages: list[Message]) -> list[Message]:
     return messages
 
 
+def _is_trained_whole(message: Message) -> Message:
+    """Refuse an assistant's message with a key that the template reads and training would not."""
+    if message["role"] != "assistant":
+        return message
+    for key, value in message.items():
+        if key in ("role", "content") or value in (None, "", [], {}) or (key, value) == ("weight", 1):
+            continue
+        remedy = "write what the chat template makes of it into the content, or remove the key"
+        if key == "weight":
+            remedy = "for the last turn alone, write those before it as prompt and it as response"
+        raise PydanticCustomError(
+            "ignored",
+            "a message without the key {key}, as all of the assistant's turns are trained, and their content alone;"
+            " {remedy}",
+            {"key": key, "remedy": remedy},
+        )
+    return message
+
+
 def _not_null(value: Any) -> Any:
     if value is None:
         raise PydanticCustomError("null", "a value other than null")
     return value
+
+
+def _empty_if_null(value: Any) -> Any:
+    """Return an empty list for null, which rows of parquet files have in place of a missing key."""
+    return [] if value is None else value
 
 
 Text = Annotated[str, Field(min_length=1), Tag("text")]
@@ -69,7 +94,7 @@ class DataRow(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    images: list[Annotated[str, Field(min_length=1)]] = []
+    images: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_empty_if_null)] = []
 
 
 class PromptRow(DataRow):
@@ -84,7 +109,7 @@ class DemonstrationRow(DataRow):
 
     prompt: Prompt | None = None
     response: str | None = None
-    messages: list[Message] | None = None
+    messages: list[Annotated[Message, AfterValidator(_is_trained_whole)]] | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> DemonstrationRow:

@@ -21,6 +21,11 @@ class SpecialTokens:
             text = plain
         return text
 
+    def up_to_first(self, text: str) -> str:
+        """Return a text up to and including its first special token; nothing if it has none."""
+        found = self._pattern.search(text)
+        return text[: found.end()] if found else ""
+
     def removed_from(self, value: Any) -> Any:
         """Return a value of JSON, such as a chat message, without special tokens in its texts."""
         if isinstance(value, str):

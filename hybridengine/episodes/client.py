@@ -140,7 +140,8 @@ class Client:
 
         Raises:
             TokenLimitError: it does not fit.
-            EpisodeError: tokens that the model does not know, or messages that the chat template refuses.
+            EpisodeError: tokens that the model does not know.
+            DataError: messages that the chat template refuses, or a template that does not repeat earlier turns.
         """
         if isinstance(content, str):
             added = self._chat.text_tokens(content)

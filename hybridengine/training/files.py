@@ -20,6 +20,7 @@ from hybridengine.config.judge_section import JudgeSection
 from hybridengine.config.reward_sections import scorer_key
 from hybridengine.config.run_config import PATH_KEYS, reward_sections
 from hybridengine.config.values import Section
+from hybridengine.data.chat import Chat
 from hybridengine.data.datasets import EPISODE_ROWS, PromptDataset
 from hybridengine.data.images import image_reader
 from hybridengine.data.judging import check_judge
@@ -53,7 +54,7 @@ class RunFiles:
     held_out: PromptDataset | ResponseDataset | None
     demonstrations: ResponseDataset | None
     stop_token_ids: tuple[int, ...]
-    """Tokens that end a response: the tokenizer's, and those in the checkpoint's generation_config.json."""
+    """Tokens that end a response (`stop_token_ids`)."""
 
     @property
     def prompts(self) -> PromptDataset:
@@ -62,8 +63,17 @@ class RunFiles:
         return self.training
 
     def data_lines(self, config: RunConfig) -> list[str]:
-        """Return lines about the rows with responses, and how often an offline algorithm reads them."""
+        """Return lines about the rows with responses, and how often an offline algorithm reads them.
+
+        For episodes, return a warning if the chat template lets no message follow a turn: whether their function adds any
+        is not known before it runs.
+        """
         if config.algorithm.generates:
+            try:
+                if config.rollout.episode is not None:
+                    Chat(self.tokenizer).message_tokens([{"role": "user", "content": "?"}], ())
+            except DataError as error:
+                return [f"warning: client.add cannot add messages: {error}"]
             return []
         steps, batch_size = config.run.steps, config.data.batch_size
         epochs = steps * batch_size / len(self.training)
@@ -259,7 +269,10 @@ def vocabulary_problems(
 def stop_token_ids(
     model_folder: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> tuple[int, ...]:
-    """Return the end tokens of the tokenizer and of the checkpoint's generation_config.json, as transformers does.
+    """Return the tokens that end a response.
+
+    These are the end tokens of the tokenizer and of the checkpoint's generation_config.json, as in transformers, and the
+    one with which the chat template ends a turn, which demonstrations teach.
 
     Raises CheckpointError if transformers, and so vLLM, rejects that file or config.json, or an end token is invalid.
     """
@@ -285,7 +298,7 @@ def stop_token_ids(
                 f"{model_folder / name} is not accepted by transformers ({' '.join(str(error).split())}); restore the"
                 f" model's original file{remedy}"
             ) from None
-    return tuple(dict.fromkeys([token_id(tokenizer, "eos"), *tokens]))
+    return tuple(dict.fromkeys([token_id(tokenizer, "eos"), *tokens, Chat(tokenizer).turn_end[-1]]))
 
 
 def judge_stops(folder: Path) -> tuple[int, ...]:

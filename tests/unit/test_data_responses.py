@@ -41,6 +41,10 @@ TEMPLATED = (
     "done<|im_end|>",
 )
 """Texts that the template makes of the conversation: the prompt, then turns of the assistant and texts between them."""
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +150,7 @@ def test_long_rows_are_named(path: Path, tokenizer: Any) -> None:
         ResponseDataset(path, tokenizer, "demonstrations", 12)
     assert str(caught.value).startswith("7 problems:")
     assert (
-        "line 7: prompt and response have 16 tokens with the end-of-sequence token, data.max_tokens=12;"
+        "line 7: prompt and response have 16 tokens with the end token, data.max_tokens=12;"
         " raise the limit or shorten the row"
     ) in str(caught.value)
 
@@ -193,3 +197,53 @@ def test_a_template_that_refuses_a_later_turn_is_reported(tmp_path: Path) -> Non
     )
     with pytest.raises(DataError, match=r"line 1: the chat template refuses the messages .*too many"):
         ResponseDataset(write(tmp_path, [{"messages": CONVERSATION}]), strict, "demonstrations", 99)
+
+
+def test_a_template_that_does_not_repeat_earlier_turns_has_no_conversations(tmp_path: Path) -> None:
+    last = build_arithmetic_tokenizer()
+    last.chat_template = "{{ messages[-1].content }}\na:"
+    path = write(tmp_path, [ROWS[0], {"messages": CONVERSATION}])
+    with pytest.raises(
+        DataError, match=r"line 2: the chat template does not repeat the assistant's earlier turns"
+    ):
+        ResponseDataset(path, last, "demonstrations", 99)
+    single = ResponseDataset(write(tmp_path, ROWS[:1]), last, "demonstrations", 99)
+    assert texts_of(single.rows([0]), last) == [("0 + 1 =\na:", "0 1<|im_end|>")]
+
+
+def test_turns_end_as_the_chat_template_ends_them(tmp_path: Path) -> None:
+    """Also where the tokenizer's own end token is another one, as that of Qwen2.5-7B, whose template is ChatML."""
+    base = build_arithmetic_tokenizer()
+    base.chat_template, base.eos_token = CHATML, "<|pad|>"
+    data = ResponseDataset(write(tmp_path, [{"messages": CONVERSATION}, ROWS[0]]), base, "demonstrations", 99)
+    batch = data.rows([0, 1])
+    first, length = int(batch["prompt_lengths"][0]), int(batch["response_lengths"][0])
+    tokens = batch["tokens"][0, : first + length]
+    assert f"{base.decode(tokens)}\n" == base.apply_chat_template(CONVERSATION, tokenize=False)
+    trained = tokens[first:][batch["response_mask"][0, :length]]
+    assert base.decode(trained) == "2<|im_end|>5<|im_end|>done<|im_end|>"
+    prompt, response = texts_of(batch, base)[1]
+    assert (prompt[-10:], response) == ("assistant\n", "0 1<|im_end|>")
+    pairs = ResponseDataset(write(tmp_path, ROWS), base, "preferences", 99).rows([0, 1])
+    assert [one for _, one in texts_of(pairs, base)] == ["0 1<|im_end|>", "0<|im_end|>"]
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|pad|>", "<|im_end|>\n", "<|im_end|><|pad|>"])
+def test_an_end_that_is_written_in_a_response_is_not_repeated(tmp_path: Path, end: str) -> None:
+    base = build_arithmetic_tokenizer()
+    base.chat_template, base.eos_token = CHATML, "<|pad|>"
+    turns = [one | {"content": one["content"] + end * (one["role"] == "assistant")} for one in CONVERSATION]
+    written = [ROWS[0] | {"response": ROWS[0]["response"] + end}, {"messages": turns}]
+    plain = [ROWS[0], {"messages": CONVERSATION}]
+    batches = [
+        ResponseDataset(write(tmp_path, rows), base, "demonstrations", 99).rows([0, 1])
+        for rows in (written, plain)
+    ]
+    for name in ("tokens", "prompt_lengths", "response_lengths", "response_mask"):
+        assert batches[0][name].tolist() == batches[1][name].tolist()
+    with pytest.raises(
+        DataError, match="line 1: chosen and rejected response have the same tokens; correct one"
+    ):
+        ResponseDataset(
+            write(tmp_path, [ROWS[0] | {"rejected": ROWS[0]["chosen"] + end}]), base, "preferences", 99
+        )

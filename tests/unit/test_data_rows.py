@@ -63,6 +63,27 @@ def test_parquet_files_of_conversations_have_null_where_rows_have_none(tmp_path)
     assert (single.prompt, single.later, single.responses) == ("1", (), ("2",))
 
 
+def test_rows_without_images_beside_rows_with_some_have_null_in_parquet(tmp_path):
+    rows = [GOOD | {"images": ["a.png"]}, GOOD]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert [row.images for row in read_rows(tmp_path / "rows.parquet")] == [(tmp_path / "a.png",), ()]
+
+
+def test_keys_of_messages_that_are_read_or_say_nothing_are_kept(tmp_path):
+    called = {"role": "tool", "content": "2", "tool_call_id": "a"}
+    empty = {"tool_calls": [], "name": None, "reasoning_content": "", "weight": 1}
+    row = {"messages": [CHAT[1] | {"name": "x"}, ANSWER | empty, called, ANSWER]}
+    (found,) = read_rows(write(tmp_path, row), "demonstrations")
+    assert found.prompt == [CHAT[1] | {"name": "x"}]
+    assert list(found.later) == [ANSWER | empty, called, ANSWER]
+    # In a prompt, the chat template reads them.
+    calls = ANSWER | {"tool_calls": [{"type": "function"}]}
+    (found,) = read_rows(
+        write(tmp_path, {"prompt": [CHAT[1], calls, called], "response": "2"}), "demonstrations"
+    )
+    assert found.prompt == [CHAT[1], calls, called]
+
+
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
@@ -139,6 +160,23 @@ ROLES = "must be a row whose messages begin with another role and end with the r
             "demonstrations",
             {"messages": [{"role": "user"}]},
             "messages.0.content is missing; each message needs",
+        ),
+        *(
+            (
+                "demonstrations",
+                {"messages": [*CHAT, ANSWER | {key: value}, CHAT[1], ANSWER]},
+                f"must be a message without the key {key}, as all of the assistant's turns are trained, and their content"
+                f" alone; {remedy}",
+            )
+            for key, value, remedy in (
+                (
+                    "tool_calls",
+                    [{"type": "function"}],
+                    "write what the chat template makes of it into the content",
+                ),
+                ("reasoning_content", "1 and 2", "write what the chat template makes of it into the content"),
+                ("weight", 0, "for the last turn alone, write those before it as prompt and it as response"),
+            )
         ),
         (
             "preferences",

@@ -22,6 +22,7 @@ from hybridengine.episodes.client import (
     TurnLimitError,
 )
 from hybridengine.episodes.wire import DrawnTurn, Limits, Wanted
+from hybridengine.errors import DataError
 
 TOKENIZER = build_arithmetic_tokenizer()
 END: Any = TOKENIZER.convert_tokens_to_ids(TURN_END)
@@ -121,6 +122,27 @@ def test_a_turn_that_was_cut_gets_its_end_before_the_next_message() -> None:
     assert [*added] == tokens_of("<|im_end|>\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n")
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "Question: {{ messages[-1].content }}\nAnswer:",
+        "{% for m in messages %}{{ m.role }}: {{ m.content|upper }}\n{% endfor %}",
+        "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}",
+    ],
+    ids=["last message", "changed text", "lists of parts"],
+)
+def test_no_message_can_follow_a_turn_that_the_template_does_not_repeat(template: str) -> None:
+    TOKENIZER.chat_template = template
+    client = client_of(Model([[1, 2], [3]]))
+    asyncio.run(client.generate())
+    with pytest.raises(
+        DataError, match=r"does not repeat the assistant's earlier turns .* model\.chat_template"
+    ):
+        client.add({"role": "tool", "content": "3"})
+    assert client.tokens == (*PROMPT, 1, 2)
+    assert [*client.add("3")] == tokens_of("3")
+
+
 @given(st.lists(st.one_of(TEXTS, st.lists(st.integers(0, 56), max_size=4)), max_size=8), st.data())
 def test_what_is_wanted_is_what_was_added_since_the_turn_before(
     parts: list[Any], data: st.DataObject
@@ -200,6 +222,8 @@ def test_limits() -> None:
 
 
 def test_what_no_episode_may_do() -> None:
+    TOKENIZER.chat_template = TEMPLATES["demo"]
+
     def drawn() -> Client:
         client = client_of(Model([[1, 2, 3], [4]]))
         asyncio.run(client.generate())

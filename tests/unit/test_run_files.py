@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import PreTrainedTokenizerFast
 
+from hybridengine.config import load_config
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
-from hybridengine.training.files import stop_token_ids
+from hybridengine.training.files import RunFiles, stop_token_ids
 from tests.gloo.tiny_models import write_model
 from tests.unit.run_bench import ROWS, Bench, copy_checkpoint
 
@@ -56,6 +58,28 @@ def test_a_response_ends_where_the_checkpoint_says(
     if named is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
     assert stop_token_ids(tmp_path, tokenizer, 57) == (tokenizer.eos_token_id, *more)
+    # As Qwen2.5-7B, whose template ends turns with <|im_end|>.
+    tokenizer.eos_token = "<|pad|>"
+    assert stop_token_ids(tmp_path, tokenizer, 57) == (
+        0,
+        *more,
+        tokenizer.convert_tokens_to_ids("<|im_end|>"),
+    )
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    assert stop_token_ids(tmp_path, tokenizer, 57) == (0, *more)
+
+
+def test_episodes_are_warned_of_a_template_that_lets_no_message_follow(bench: Bench) -> None:
+    overrides = ["rollout.episode.function=tries:two_tries", "reward.kind=episode"]
+    tokenizer = build_arithmetic_tokenizer()
+    files: Any = RunFiles(tokenizer, None, None, None, ())  # type: ignore[arg-type]
+    bench.config.write_text(yaml.safe_dump(bench.sections))
+    with_episodes = load_config(str(bench.config), overrides, dry_run=True)
+    assert files.data_lines(with_episodes) == []
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    (line,) = files.data_lines(with_episodes)
+    assert "warning: client.add cannot add messages: the chat template does not repeat" in line
+    assert files.data_lines(load_config(str(bench.config), [], dry_run=True)) == []
 
 
 @pytest.mark.parametrize(
