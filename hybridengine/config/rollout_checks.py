@@ -24,5 +24,12 @@ def rollout_conflicts(config: RunConfig) -> Iterator[Conflict]:
                     " out",
                     (f"rollout.{name}",),
                 )
+    for name in ("top_k", "min_p"):
+        if getattr(rollout, name) == 1:
+            yield Conflict(
+                f"rollout.{name}=1 leaves the most likely token alone to draw, with the probability 1, so that nothing is"
+                " trained; choose another value, or leave it out",
+                (f"rollout.{name}",),
+            )
     if (structure := rollout.structure) is not None:
         yield from structure_conflicts("rollout.structure", structure)

@@ -49,6 +49,13 @@ def test_temperature_0_is_refused_with_and_without_a_truncation() -> None:
             load_config(BASE, ["rollout.temperature=0", *more])
 
 
+@pytest.mark.parametrize("override", ["rollout.top_k=1", "rollout.min_p=1"])
+def test_a_truncation_to_the_likeliest_token_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{override} leaves the most likely token alone to draw"):
+        load_config(BASE, [override])
+    load_config(BASE, ["rollout.top_k=2", "rollout.min_p=0.99"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "found"),
     [
