@@ -134,6 +134,7 @@ def check(name: str, seed: int, folder: Path, update: bool) -> bool:
     try:
         known = read_curve(file)
         if not update:
+            known = [run for run in known if run.seed != seed]  # the new run is one more, not one of these
             check_spread(known)  # before a run that nothing could be compared with
         run = train(name, seed, folder)
         print(

@@ -9,8 +9,8 @@ from hybridengine.config.algorithm import Conflict
 from hybridengine.config.judge_section import JudgeSection
 from hybridengine.config.model_checks import checkpoint_conflicts, shape_at
 from hybridengine.config.reward_sections import ScorerSection, scorer_key
-from hybridengine.config.rollout_checks import structure_conflicts
 from hybridengine.config.run_config import RunConfig, ranks_key, reward_sections
+from hybridengine.config.structure_checks import structure_conflicts
 from hybridengine.topology.fitting import gen_problems
 
 LOWEST_TEMPERATURE = 0.01

@@ -82,19 +82,23 @@ class ImageReader:
         """Return height and width of an image as it is read; DataError if it cannot be."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        width, height = _opened(path).size
+        width, height = _upright_size(path)
         try:
             return smart_resize(height, width, self._vision.side, **self._limits)
         except ValueError as error:
             raise DataError(f"image {path} of {width} x {height} pixels: {error}; crop it") from None
 
     def read(self, path: Path) -> np.ndarray:
-        """Return the pixels of an image, uint8 [height, width, 3]; DataError if it cannot be read."""
+        """Return the pixels of an image, upright, uint8 [height, width, 3]; DataError if it cannot be read."""
         from PIL.Image import Resampling
+        from PIL.ImageOps import exif_transpose
 
         height, width = self.size(path)
         try:
-            image = _opened(path).convert("RGB").resize((width, height), Resampling.BICUBIC)
+            image = exif_transpose(_opened(path))
+            if image.size != _upright_size(path):  # a PNG may have it behind the pixels
+                raise _unreadable(path, ValueError("it gives its orientation at its end"))
+            image = image.convert("RGB").resize((width, height), Resampling.BICUBIC)
         except DataError:
             raise
         except (
@@ -160,6 +164,21 @@ def _opened(path: Path) -> Image:
         raise _unreadable(path, error) from None
     except Image.DecompressionBombError as error:
         raise _unreadable(path, error) from None
+
+
+def _upright_size(path: Path) -> tuple[int, int]:
+    """Return width and height of an image in the orientation of its EXIF data, without reading its pixels."""
+    from PIL.ExifTags import Base
+    from PIL.Image import Image
+
+    image = _opened(path)
+    try:
+        orientation = Image.getexif(image).get(Base.Orientation)  # a PNG's own method reads the pixels
+    except Exception as error:  # damaged data: SyntaxError, struct.error and others
+        raise _unreadable(path, error) from None
+    is_turned = orientation in (5, 6, 7, 8) and image.format != "TIFF"  # whose size is upright already
+    width, height = image.size
+    return (height, width) if is_turned else (width, height)
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:

@@ -46,13 +46,19 @@ class Distill(CriticFree):
         return rows.union(rows.select_as(**FROM_TEACHER))
 
     def conflicts(self, config: Any) -> Iterator[Conflict]:
-        """Yield a weight of rewards that are compared with nothing."""
+        """Yield options that nothing reads, and a weight of rewards that are compared with nothing."""
         yield from super().conflicts(config)
         if self.reward_coef and config.rollout.samples_per_prompt < 2:
             yield Conflict(
                 f"algorithm.reward_coef={self.reward_coef:g} compares the responses to a prompt, and"
                 f" rollout.samples_per_prompt={config.rollout.samples_per_prompt}; choose at least 2, or reward_coef=0",
                 ("algorithm.reward_coef", "rollout.samples_per_prompt"),
+            )
+        if self.overlong is not None and self.overlong.cache_tokens and not self.reward_coef:
+            yield Conflict(
+                f"algorithm.overlong.cache_tokens={self.overlong.cache_tokens} lowers scores, which are not trained with"
+                " algorithm.reward_coef=0; give reward_coef, or leave it out",
+                ("algorithm.overlong.cache_tokens", "algorithm.reward_coef"),
             )
         if self.top_k and self.gamma:
             yield Conflict(

@@ -23,7 +23,7 @@ from hybridengine import importing
 from hybridengine.data.chat import Chat
 from hybridengine.episodes import client as client_module
 from hybridengine.episodes.client import Client, EpisodeError, Row, TokenLimitError, TurnLimitError
-from hybridengine.episodes.wire import DrawnTurn, Ended, Limits, Wanted, line
+from hybridengine.episodes.wire import VERSION, DrawnTurn, Ended, Limits, Wanted, line
 from hybridengine.errors import DataError
 from hybridengine.guarded.guard import limit_memory
 
@@ -43,8 +43,8 @@ def serve(channel: socket.socket) -> None:
 class _Episodes:
     """Episodes of one process.
 
-    Lines from the rank: `load`, once; `begin`, `drawn` and `drop` of an episode. Lines to it: `loaded` or `wrong`; then
-    `wanted` and `ended` of an episode.
+    Lines from the rank: `load`, once; `begin`, `drawn` and `drop` of an episode. Lines to it: `loaded`, `wrong`, or
+    `version` where this is not the rank's; then `wanted` and `ended` of an episode.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -103,6 +103,9 @@ class _Episodes:
     # ---- lines of the rank ----
 
     def _load(self, content: Mapping[str, Any]) -> None:
+        if content.get("version") != VERSION:
+            self._send("version", VERSION)
+            return
         try:
             limit_memory(content["memory_bytes"])
             self._limits = Limits(**content["limits"])
@@ -126,7 +129,7 @@ class _Episodes:
             return
         self._note_time()
         threading.Thread(target=self._watch, daemon=True).start()
-        self._send("loaded", None)
+        self._send("loaded", VERSION)
 
     def _begin(self, content: Mapping[str, Any]) -> None:
         number = content["number"]

@@ -120,9 +120,14 @@ class McpTools:
         ToolServerError if the server does not answer in time, has ended, or does not speak the protocol.
         """
         import mcp
+        from pydantic_core import to_json
 
         if arguments is not None and not isinstance(arguments, Mapping):  # a model's JSON
             return self._cut(f"the arguments of {name!r} are {shown(arguments)}; give a JSON object", 1)
+        try:
+            to_json([name, arguments])
+        except ValueError as error:  # such as half of a surrogate pair, which JSON may escape and UTF-8 lacks
+            return self._cut(f"the call of {name!r} cannot be sent as JSON in UTF-8 ({error}); correct it", 1)
         try:
             async with asyncio.timeout(self._call_timeout_s):
                 result = await self._client.call_tool(name, dict(arguments or {}))

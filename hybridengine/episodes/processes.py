@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import select
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 from hybridengine.config.episode_section import EpisodeSection
 from hybridengine.episodes.remote import RemoteProcess, read_key
-from hybridengine.episodes.wire import DrawnTurn, Ended, Limits, Wanted, line
+from hybridengine.episodes.wire import VERSION, DrawnTurn, Ended, Limits, Wanted, line
 from hybridengine.errors import DataError
 from hybridengine.guarded.process import GuardedProcess
 
@@ -156,10 +157,13 @@ class Episodes:
         assert section.function is not None, "checked with the configuration"
         if section.addresses:
             assert section.key_file is not None, "checked with the configuration"
-            process = _Process(RemoteProcess(section.addresses, read_key(section.key_file)))
+            remote = RemoteProcess(section.addresses, read_key(section.key_file))
+            process, place = _Process(remote), remote.address
         else:
             process = _Process(GuardedProcess(SERVER, section.function, "episodes", section.python))
+            place = section.python or sys.executable
         content = {
+            "version": VERSION,
             "path": section.function,
             "limits": self._limits.__dict__,
             "options": section.options,
@@ -178,6 +182,12 @@ class Episodes:
             raise DataError(
                 f"{key}, while it was loaded: its process {how}; correct the module, or raise timeouts.start_s"
             ) from None
+        if kind != "wrong" and text != VERSION:
+            process.guarded.close()
+            raise DataError(
+                f"{key}: {place} has hybridengine {text or 'of an earlier version'}, and this rank {VERSION}; install the"
+                " same version for both"
+            )
         if kind != "loaded":
             process.guarded.close()
             raise DataError(f"{key} {text}")

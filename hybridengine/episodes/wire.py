@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+import zlib
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+
+from hybridengine import __version__
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,10 @@ class Ended:
     turn: int = 0
     """Turn at which it failed."""
 
+
+_FIELDS = {kind.__name__: [one.name for one in fields(kind)] for kind in (Limits, DrawnTurn, Wanted, Ended)}
+VERSION = f"{__version__} (messages {zlib.crc32(repr(_FIELDS).encode()):08x})"
+"""Version of this project and of these messages, which must be that of the other side."""
 
 FAILURES = {
     "raised": "the function raised an error",

@@ -167,6 +167,15 @@ def test_a_reward_that_is_compared_with_nothing(built: Path, teacher: Path) -> N
     assert holder.folder == teacher and not holder.has_score_head and holder.grid == config.grid("actor")
 
 
+def test_a_punishment_of_scores_that_are_not_trained(built: Path, teacher: Path) -> None:
+    named = (*DISTILL, f"teacher.path={teacher}", "rollout.samples_per_prompt=2")
+    punished = (*named, "algorithm.overlong.cache_tokens=2")
+    (message,) = problems_of(built, *punished)
+    assert message.startswith("algorithm.overlong.cache_tokens=2 lowers scores, which are not trained with")
+    for read in ((*punished, "algorithm.reward_coef=0.5"), (*named, "algorithm.overlong.mask=true")):
+        assert check_run(load_config(built, [*read])) == []
+
+
 @pytest.fixture
 def teacher(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of a model with the actor's tokenizer, and with weights of its own."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,10 +18,10 @@ import pytest
 
 from hybridengine.config.episode_section import EpisodeSection
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
-from hybridengine.episodes import Client, Row, remote
+from hybridengine.episodes import Client, Row, processes, remote
 from hybridengine.episodes.processes import SERVER, Episodes
 from hybridengine.episodes.remote import EpisodeHost, RemoteProcess, read_key
-from hybridengine.episodes.wire import DrawnTurn, Ended, Limits
+from hybridengine.episodes.wire import VERSION, DrawnTurn, Ended, Limits
 from hybridengine.errors import ConfigError, DataError
 
 KEY = b"a key of at least 16 bytes"
@@ -143,6 +145,28 @@ def test_on_a_host_too_only_the_episode_that_ends_its_process_fails(key_file: Pa
     assert {number: one.kind for number, one in sorted(ended.items())} == {0: "", 1: "", 2: "process", 3: ""}
     assert f"its process on {address} ended, or the connection did" in ended[2].text
     assert "2 times with no other episode in it" in ended[2].text
+
+
+def test_another_version_is_one_error_with_its_host(
+    address: str, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "VERSION", "9.9.9")
+    theirs = f"has hybridengine {re.escape(VERSION)}, and this rank 9.9.9; install the same version for both"
+    with pytest.raises(DataError, match=rf"{FUNCTION}: {address} {theirs}"):
+        episodes_at([address], key_file).start()
+    with pytest.raises(DataError, match=rf"{FUNCTION}: {re.escape(sys.executable)} {theirs}"):
+        Episodes(EpisodeSection(function=FUNCTION), LIMITS, None, TIMEOUT_S).start()
+
+
+def test_a_host_of_an_earlier_version_is_one_error(key_file: Path) -> None:
+    server = "tests.unit.episode_cases:serve_as_an_earlier_version"
+    with contextlib.closing(
+        EpisodeHost(EpisodeSection(function=FUNCTION), KEY, None, server, "127.0.0.1", 0)
+    ) as host:
+        threading.Thread(target=host.serve, daemon=True).start()
+        theirs = f"has hybridengine of an earlier version, and this rank {re.escape(VERSION)}"
+        with pytest.raises(DataError, match=rf"127\.0\.0\.1:{host.port} {theirs}"):
+            episodes_at([f"127.0.0.1:{host.port}"], key_file).start()
 
 
 def test_a_host_that_is_away_is_one_error_with_its_address(key_file: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from tensordict import NonTensorStack, TensorDict
 
 from hybridengine.backends.vision import identity, image_places, positions
@@ -88,6 +89,52 @@ def test_pixels_are_those_of_transformers_processor(
             reader.std
         )
         torch.testing.assert_close(colours, expected)
+
+
+def write_turned(path: Path, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x112] = orientation
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 31, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path, exif=exif)
+
+
+@pytest.mark.parametrize("kind", ["jpg", "png", "webp", "tiff"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_read_upright_as_transformers_loads_them(
+    orientation: int, kind: str, tmp_path: Path, reader: ImageReader
+) -> None:
+    from transformers.image_utils import load_image
+
+    turned, upright = tmp_path / f"turned.{kind}", tmp_path / "upright.png"
+    write_turned(turned, orientation)
+    load_image(str(turned)).save(upright)
+    assert reader.size(turned) == reader.size(upright) == ((32, 16) if orientation > 4 else (16, 32))
+    assert np.array_equal(reader.read(turned), reader.read(upright))
+
+
+def test_an_orientation_after_the_pixels_of_a_png_is_refused(tmp_path: Path, reader: ImageReader) -> None:
+    """exiftool writes it there; the tokens of the prompt are counted from the beginning of the file."""
+    file = tmp_path / "one.png"
+    write_turned(file, 6)
+    content = file.read_bytes()
+    begin = content.index(b"eXIf") - 4
+    end = begin + 12 + int.from_bytes(content[begin : begin + 4], "big")
+    last = content.index(b"IEND") - 4
+    file.write_bytes(content[:begin] + content[end:last] + content[begin:end] + content[last:])
+    with pytest.raises(
+        DataError, match=r"cannot be read \(it gives its orientation at its end\); write it again"
+    ):
+        reader.read(file)
+
+
+def test_damaged_exif_data_are_named(tmp_path: Path, reader: ImageReader) -> None:
+    described = PngInfo()
+    described.add_text("Raw profile type exif", "exif\n\n\nno digits")
+    Image.new("RGB", (8, 8)).save(tmp_path / "one.png", pnginfo=described)
+    with pytest.raises(
+        DataError, match=r"one\.png cannot be read \(non-hexadecimal .*\); write it again as a PNG"
+    ):
+        reader.size(tmp_path / "one.png")
 
 
 def test_entries_of_rows_are_read_back_and_counted() -> None:

@@ -68,6 +68,23 @@ def test_arguments_that_are_no_object_are_an_answer() -> None:
     assert right == ToolResult("3", 0)
 
 
+def test_texts_that_utf8_lacks_are_an_answer_and_later_calls_are_sent() -> None:
+    deep = "[" * 500 + "]" * 500
+
+    async def use(tools: McpTools) -> Any:
+        calls = [("add", r'{"x": "\ud800"}'), ("\ud800", "{}"), ("add", f'{{"x": {deep}}}')]
+        wrong = [await tools.call(name, json.loads(text)) for name, text in calls]
+        return wrong, await tools.call("add", {"x": 1, "y": 2})
+
+    begin = time.monotonic()
+    wrong, right = used(use, call_timeout_s=20.0)
+    assert time.monotonic() - begin < 20.0
+    for one, name in zip(wrong, ("'add'", r"'\ud800'", "'add'"), strict=True):
+        assert one.exit_code == 1
+        assert one.output.startswith(f"the call of {name} cannot be sent as JSON in UTF-8 (")
+    assert right == ToolResult("3", 0)
+
+
 def test_only_the_first_part_of_stderr_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
     async def use(tools: McpTools) -> Any:
         await tools.call("complain", {"num_bytes": 1000})

@@ -234,3 +234,19 @@ def test_the_command(
         (tmp_path / f"{NAMES[0]}.json").write_text(content)
         assert check_recipes.main([NAMES[0]]) == 1
         assert f"{NAMES[0]}.json is not an expected curve (" in capsys.readouterr().out
+
+
+def test_a_run_is_compared_with_runs_of_other_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check_recipes, "CURVES", tmp_path)
+    monkeypatch.setattr(
+        check_recipes, "train", lambda name, seed, folder: run_of([0.25, 0.25, 0.25, 0.75], seed)
+    )
+    runs = [run_of([0.25, 0.25, 0.25, last], seed) for seed, last in enumerate((0.25, 0.35, 0.75))]
+    write_curve(tmp_path / f"{NAMES[0]}.json", runs)
+    assert check_recipes.main([NAMES[0], "--seed", "2"]) == 1
+    assert "19-24   0.750     0.300" in capsys.readouterr().out
+    write_curve(tmp_path / f"{NAMES[0]}.json", runs[1:])
+    assert check_recipes.main([NAMES[0], "--seed", "2"]) == 1
+    assert "the curve has 1 run(s), and a spread takes two" in capsys.readouterr().out

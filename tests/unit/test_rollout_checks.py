@@ -11,8 +11,8 @@ import yaml
 
 from hybridengine.backends.engine import SamplingSettings
 from hybridengine.config import RunConfig, load_config
-from hybridengine.config.rollout_checks import structure_conflicts
 from hybridengine.config.sections import RolloutSection, StructureSection
+from hybridengine.config.structure_checks import structure_conflicts
 from hybridengine.errors import ConfigError
 from hybridengine.training.files import config_text
 
@@ -49,6 +49,13 @@ def test_temperature_0_is_refused_with_and_without_a_truncation() -> None:
             load_config(BASE, ["rollout.temperature=0", *more])
 
 
+@pytest.mark.parametrize("override", ["rollout.top_k=1", "rollout.min_p=1"])
+def test_a_truncation_to_the_likeliest_token_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{override} leaves the most likely token alone to draw"):
+        load_config(BASE, [override])
+    load_config(BASE, ["rollout.top_k=2", "rollout.min_p=0.99"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "found"),
     [
@@ -67,23 +74,66 @@ def test_a_structure_is_given_in_one_way(overrides: list[str], found: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("schema", "unread"),
+    ("schema", "problem"),
     [
-        ({"not": {}}, "not"),
-        ({"type": "array", "items": {"anyOf": [{"not": {"const": 1}}, {"if": {}, "then": {}}]}}, "if, not"),
-        ({"$defs": {"not": {"dependentRequired": {"a": ["b"]}}}, "$ref": "#/$defs/not"}, "dependentRequired"),
-        ({"properties": {"not": {"enum": [{"not": 1}]}, "if": {"default": {"not": 1}}}}, ""),
-        (SCHEMA, ""),
+        ({"not": {}}, "# has not without a type, "),
+        (
+            {
+                "type": "array",
+                "items": {"anyOf": [{"type": "null"}, {"type": "string", "if": {}, "not": {}}]},
+            },
+            "#/items/anyOf/1 has if, not, ",
+        ),
+        (
+            {"$defs": {"not": {"dependentRequired": {}}}, "$ref": "#/$defs/not"},
+            "#/$defs/not has dependentRequired",
+        ),
+        ({"type": "object", "anyOf": [{"const": 1}]}, "# has type beside anyOf, "),
+        (
+            {"$ref": "#/$defs/p", "maximum": 9, "$defs": {"p": {"type": "integer"}}},
+            "# has maximum beside $ref, ",
+        ),
+        ({"type": "integer", "enum": [1, "a"]}, "# has enum with values that are not of its type"),
+        ({"type": "object", "required": ["a"]}, "# has required=['a'], which its properties lack"),
+        ({"anyOf": [{"$ref": "#/x"}]}, "#/anyOf/0 has $ref='#/x', which names no schema in it"),
+        ({"$ref": "#"}, "# cannot be met: "),
+        (
+            {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+            "# cannot be met: each of its texts would contain another one",
+        ),
     ],
 )
 @pytest.mark.parametrize("key", ["rollout.structure", "reward.judge.structure"])
-def test_keywords_that_no_grammar_reads_are_refused_and_names_like_them_are_not(
-    schema: dict[str, Any], unread: str, key: str
+def test_keywords_that_no_grammar_reads_are_refused_at_their_place(
+    schema: dict[str, Any], problem: str, key: str
 ) -> None:
-    found = list(structure_conflicts(key, StructureSection(json_schema=schema)))
-    assert [(one.keys, one.message.split(", which")[0]) for one in found] == (
-        [((f"{key}.json_schema",), f"{key}.json_schema has {unread}")] if unread else []
-    )
+    (found,) = structure_conflicts(key, StructureSection(json_schema=schema))
+    assert found.keys == (f"{key}.json_schema",)
+    assert found.message.startswith(f"{key}.json_schema: {problem}")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        SCHEMA,
+        {
+            "type": "object",
+            "properties": {"not": {"enum": [{"not": 1}]}, "if": {"const": 1, "default": {"if": 1}}},
+        },
+        {
+            "type": "object",
+            "properties": {"next": {"$ref": "#"}, "n": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        },
+        {"type": "object", "required": "a", "properties": []},
+        {"type": [["object"]], "required": [["a"]], "properties": 5, "minItems": "1"},
+    ],
+)
+def test_names_like_keywords_and_optional_cycles_are_taken_and_other_types_left_to_the_engine(
+    schema: dict[str, Any],
+) -> None:
+    found = [one.message for one in structure_conflicts("s", StructureSection(json_schema=schema))]
+    assert not [one for one in found if "cannot be met" in one]
+    assert not found or not isinstance(schema["properties"], dict)
 
 
 def test_a_configuration_with_a_structure_is_written_and_read(tmp_path: Path) -> None:
