@@ -10,7 +10,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from hybridengine.version import __version__
 
 # ruff: noqa: F401
 if TYPE_CHECKING:  # the public names, which are read from here below

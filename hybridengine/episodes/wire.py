@@ -7,7 +7,7 @@ import zlib
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from hybridengine import __version__
+from hybridengine.version import __version__
 
 
 @dataclass(frozen=True)

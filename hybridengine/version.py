@@ -1,0 +1,3 @@
+"""Version of this project; pyproject.toml has the same."""
+
+__version__ = "0.1.0"
