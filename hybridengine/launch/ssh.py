@@ -6,12 +6,14 @@ import resource
 import shlex
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from hybridengine.errors import ConfigError, UnreadableError, WorkerError
 from hybridengine.files import read_text
@@ -31,8 +33,9 @@ SSH_FAILED = 255
 BAD_INPUT = ConfigError.exit_status
 FILES_OF_A_NODE, OTHER_FILES = 2, 256
 """Open files of this process for the pipes of each ssh, and for everything else."""
-CHECK_LIMIT_S = 60.0
-"""Time limit for a host to answer before the launch."""
+CHECK_LIMIT_S, ENOUGH_LIMIT_S = 60.0, 15.0
+"""Time limits for hosts to answer before the launch: while too few have, and once enough have. The latter exceeds
+CONNECT_LIMIT_S, so that ssh can say why it does not reach a host."""
 GRACE_S = 180.0
 """Time for the run to end by itself after one of its nodes has failed."""
 SETTLE_LIMIT_S = 30.0
@@ -159,36 +162,39 @@ def _answering_hosts(plan: SshLaunch, failed: Sequence[str], say: Callable[[str]
 
 def _problems(plan: SshLaunch, hosts: Sequence[str]) -> dict[str, str]:
     """Return why each host cannot be used, or an empty text."""
-    command = remote_command(plan, ["--version"])
-    checks = dict[str, subprocess.Popen[str]]()
-    try:
-        for host in hosts:
-            checks[host] = subprocess.Popen(
-                [*SSH, *plan.options, host, command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-            )
-        deadline = time.monotonic() + CHECK_LIMIT_S
-        return {host: _problem(check, deadline) for host, check in checks.items()}
-    except FileNotFoundError:
-        raise ConfigError("ssh is not installed on this machine; install an OpenSSH client") from None
-    finally:  # also where the launcher is stopped
-        for check in checks.values():
-            check.kill()
-            check.wait()
+    command, begin = remote_command(plan, ["--version"]), time.monotonic()
+    checks = dict[str, subprocess.Popen[bytes]]()
+    with ExitStack() as ends:  # also where the launcher is stopped
+        outputs = {host: ends.enter_context(tempfile.TemporaryFile()) for host in hosts}
+        for host, output in outputs.items():
+            try:
+                checks[host] = subprocess.Popen(
+                    [*SSH, *plan.options, host, command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            except FileNotFoundError:
+                raise ConfigError("ssh is not installed on this machine; install an OpenSSH client") from None
+            ends.callback(checks[host].wait)
+            ends.callback(checks[host].kill)
+        while None in (statuses := [check.poll() for check in checks.values()]):
+            passed = time.monotonic() - begin
+            if passed > (ENOUGH_LIMIT_S if statuses.count(0) >= plan.num_nodes else CHECK_LIMIT_S):
+                break
+            time.sleep(0.05)
+        return {
+            host: _problem(check, outputs[host], time.monotonic() - begin) for host, check in checks.items()
+        }
 
 
-def _problem(check: subprocess.Popen[str], deadline: float) -> str:
-    try:
-        output, _ = check.communicate(timeout=max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return f"no answer within {CHECK_LIMIT_S:g} s"
+def _problem(check: subprocess.Popen[bytes], output: IO[bytes], passed: float) -> str:
     if check.returncode == 0:
         return ""
-    said = output.strip().splitlines()
+    if check.returncode is None:
+        return f"no answer within {passed:.0f} s"
+    output.seek(0)
+    said = output.read().decode(errors="replace").strip().splitlines()
     return said[-1] if said else f"--setup and the check of the version end with status {check.returncode}"
 
 

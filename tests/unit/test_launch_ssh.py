@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ SSH = """#!/bin/bash
 while [ "${1:0:1}" = - ]; do shift 2; done
 host=$1; shift
 [ -e "no-$host" ] && { echo "ssh: connect to host $host port 22: No route to host" >&2; exit 255; }
+[ -e "hangs-$host" ] && exec sleep 600
 HOST_NAME=$host exec bash -c "$*"
 """
 PYTHON = """#!/bin/bash
@@ -98,6 +100,20 @@ def test_the_first_hosts_that_answer_are_used(plan: SshLaunch, capfd: pytest.Cap
     assert said[0] == "a cannot be used: ssh: connect to host a port 22: No route to host"
     printed = capfd.readouterr().out.splitlines()
     assert "b: hello from 0" in printed
+
+
+def test_a_host_that_hangs_leaves_the_others_usable(plan: SshLaunch, monkeypatch: pytest.MonkeyPatch):
+    Path("hangs-a").touch()
+    Path("end-0").write_text("0")
+    monkeypatch.setattr(ssh, "ENOUGH_LIMIT_S", 1.0)
+    said = list[str]()
+    assert launch(plan, said.append) == 0
+    assert said[0] == "a cannot be used: no answer within 1 s"
+    assert started() == ["b 0 of attempt 0", "c 1 of attempt 0"]
+    monkeypatch.setattr(ssh, "CHECK_LIMIT_S", 1.0)
+    reason = r"2 of 3 hosts can be used, and the run needs 3 \(a: no answer within \d s\)"
+    with pytest.raises(ConfigError, match=reason):
+        launch(replace(plan, num_nodes=3), said.append)
 
 
 def test_the_status_of_the_run_is_that_of_the_launch(plan: SshLaunch):
