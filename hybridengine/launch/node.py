@@ -224,7 +224,7 @@ class Lead:
                 status = error.exit_status if isinstance(error, HybridEngineError) else status
                 raise
             finally:
-                self._meeting.write(END, status=status, reason=reason)
+                self._meeting.write(END, status=status, reason=reason, asked=self._stopping.asked)
         return status
 
     def _meet(self) -> str:

@@ -32,7 +32,13 @@ srun --kill-on-bad-exit=0 --wait=0 --cpu-bind=none --input=none --output="$launc
   --hosts "$hosts" --launch-folder "$launch" &
 step=$!
 
-show() {{ squeue --noheader --job "$SLURM_JOB_ID" --format="$1"; }}
+# SLURM does not answer while its controller is busy, or another one takes its place.
+insist() {{
+  local try
+  for try in {{1..8}}; do "$@" && return; sleep 30; done
+  return 1
+}}
+show() {{ insist squeue --noheader --job "$SLURM_JOB_ID" --format="$1"; }}
 
 # Start again on nodes that SLURM chooses, from the last checkpoint.
 start_again() {{
@@ -40,9 +46,12 @@ start_again() {{
     echo "$(date +%FT%T) not requeued: --retries {retries} is used up; submit the script again"
     return
   fi
-  echo "$(date +%FT%T) requeued"
   trap '' TERM # which SLURM sends to the processes of a requeued job
-  scontrol requeue "$SLURM_JOB_ID" || return
+  if ! insist scontrol requeue "$SLURM_JOB_ID"; then
+    echo "$(date +%FT%T) not requeued: scontrol has failed; submit the script again"
+    return
+  fi
+  echo "$(date +%FT%T) requeued"
   [ ! -s "$launch/{lost}" ] || exclude_lost
   sleep 60
 }}
@@ -50,18 +59,18 @@ start_again() {{
 # Exclude nodes that have left Ray, which SLURM may still take for healthy, unless this job could not start on the others:
 # it would wait for ever.
 exclude_lost() {{
-  local before excluded option value options=()
+  local before excluded option value said options=()
   before=$(show %x | sed 's/(null)//')
   excluded=$(scontrol show hostnames "${{before:+$before,}}$(paste -sd, "$launch/{lost}")" | paste -sd,)
-  for option in account=%a constraint=%f partition=%P qos=%q reservation=%v time=%l; do
+  for option in account=%a constraint=%f nodelist=%n nodes=%D partition=%P qos=%q reservation=%v time=%l; do
     value=$(show "${{option#*=}}")
-    [[ $value == *"(null)"* ]] || options+=("--${{option%=*}}=$value")
+    [ "${{value:-(null)}}" = "(null)" ] || options+=("--${{option%%=*}}=$value")
   done
-  if sbatch --test-only --exclude="$excluded" "${{options[@]}}" "$0"; then
+  if said=$(unset "${{!SBATCH_@}}"; sbatch --test-only --exclude="$excluded" "${{options[@]}}" "$0" 2>&1); then
     scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$excluded" \
       && echo "$(date +%FT%T) excluded from the next start: $excluded"
   else
-    echo "$(date +%FT%T) not excluded from the next start, for which too few nodes would be left: $excluded"
+    echo "$(date +%FT%T) not excluded from the next start: $excluded, as SLURM starts no job without: $said"
   fi
 }}
 
@@ -87,9 +96,14 @@ status=$(sed -nE 's/^[{{]"status": ([0-9]+),.*/\\1/p' "$launch/{end}" 2> /dev/nu
 echo "$(date +%FT%T) the run has ended with status $status"
 [ "$status" -eq 0 ] || tail -n 20 "$launch/${{hosts%%,*}}.log"
 
-# After a signal before the time limit, and after a node was lost; not if the user has cancelled the job.
+# The nodes have had a signal that this script has not: SLURM takes them for another job, and gives the run time to save.
+[ "$signals" -gt 0 ] || ! grep -q '"asked": true' "$launch/{end}" 2> /dev/null || requeue=1
+# Not if the user has cancelled the job.
 if [ "$requeue" -eq 1 ] || [ "$status" -eq {node_lost} ]; then
-  case $(show %T) in RUNNING | SIGNALING) start_again ;; esac
+  case $(show %T) in
+    RUNNING | SIGNALING) start_again ;;
+    *) echo "$(date +%FT%T) not requeued: SLURM ends the job, or does not answer" ;;
+  esac
 fi
 exit "$status"
 """
@@ -166,8 +180,14 @@ def script(job: SlurmJob) -> str:
 
 
 def submit(text: str) -> str:
-    """Submit a batch script, and return what sbatch says; raise ConfigError if it refuses."""
-    return run_program(["sbatch"], text, "SLURM's sbatch", "submit the script where SLURM's commands are")
+    """Submit a batch script, and return what sbatch says; raise ConfigError if it refuses.
+
+    Its directives are arguments as well, since variables of the shell (SBATCH_PARTITION) would replace directives.
+    """
+    lines = (line.partition("#SBATCH ") for line in text.splitlines())
+    options = [option for before, found, option in lines if found and not before]
+    remedy = "submit the script where SLURM's commands are"
+    return run_program(["sbatch", *options], text, "SLURM's sbatch", remedy)
 
 
 def run_program(command: Sequence[str], text: str, program: str, remedy: str) -> str:

@@ -21,11 +21,12 @@ PROGRAMS = {
           "show hostnames "*) tr , '\\n' <<< "$3";;
           *) echo "$*" >> calls;;
         esac""",
-    "squeue": """case "$4" in
+    "squeue": """[ -s busy ] && { read -r n < busy; [ "$n" = 0 ] || { echo $((n - 1)) > busy; exit 1; }; }
+        case "$4" in
           *%r) cat reason;; *%x) cat excluded;; *%T) cat state;;
-          *%f) echo h100;; *%v) echo "(null)";; *) echo "its-${4#*%}";;
+          *%f) echo h100;; *%v) echo "(null)";; *%n) echo;; *) echo "its-${4#*%}";;
         esac""",
-    "sbatch": """echo "$*" >> calls; exit $(cat full)""",
+    "sbatch": """echo "$*${SBATCH_PARTITION+ of another partition}" >> calls; echo 'no such nodes'; exit $(cat full)""",
     "sleep": "exit 0",
     "srun": """echo "$*" > srun-called
         while [ ! -e status ]; do
@@ -59,7 +60,7 @@ def job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., sub
             "PATH": f"{programs}:{os.environ['PATH']}",
             "SLURM_JOB_ID": "17",
             "SLURM_JOB_NODELIST": "node-[1-2]",
-            "SLURM_JOB_PARTITION": "gpu",
+            "SBATCH_PARTITION": "another",
         }
         variables |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
         return subprocess.Popen(
@@ -239,13 +240,38 @@ def test_a_node_that_has_left_ray_is_excluded_if_the_job_can_start_on_others(
     Meeting(tmp_path / "runs/arithmetic/launch/17.0", print).write_lost(lost.split())
     with job("cluster.ranks_per_node=[2,2]") as started:
         output, _ = started.communicate(timeout=60)
-    options = "--account=its-a --constraint=h100 --partition=its-P --qos=its-q --time=its-l"
+    options = "--account=its-a --constraint=h100 --nodes=its-D --partition=its-P --qos=its-q --time=its-l"
     asking = [f"--test-only --exclude={asked} {options} job.sh"] if asked else []
     excluding = [f"update JobId=17 ExcNodeList={update}"] if update else []
     assert calls(tmp_path) == ["requeue 17", *asking, *excluding], output
-    assert (
-        f"not excluded from the next start, for which too few nodes would be left: {asked}" in output
-    ) == bool(full)
+    refused = f"not excluded from the next start: {asked}, as SLURM starts no job without: no such nodes"
+    assert (refused in output) == bool(full)
+
+
+@pytest.mark.parametrize(("fails", "requeued"), [(3, True), (99, False)])
+def test_a_controller_that_does_not_answer_is_asked_again(
+    fails: int, requeued: bool, job: Callable[..., subprocess.Popen[str]], tmp_path: Path
+):
+    (tmp_path / "status").write_text("75")
+    (tmp_path / "busy").write_text(f"{fails}\n")
+    with job() as started:
+        output, _ = started.communicate(timeout=60)
+    assert calls(tmp_path) == (["requeue 17"] if requeued else []), output
+    assert ("not requeued: SLURM ends the job, or does not answer" in output) != requeued
+
+
+@pytest.mark.parametrize(("asked", "state"), [(True, "RUNNING"), (False, "RUNNING"), (True, "COMPLETING")])
+def test_nodes_that_are_asked_to_stop_make_room_and_start_again_later(
+    asked: bool, state: str, job: Callable[..., subprocess.Popen[str]], tmp_path: Path
+):
+    """As before a preemption: the nodes have a signal that the script has not."""
+    (tmp_path / "status").write_text("0")
+    (tmp_path / "state").write_text(state)
+    meeting = Meeting(tmp_path / "runs/arithmetic/launch/17.0", print)
+    meeting.write(END, status=0, reason='"asked": true', asked=asked)
+    with job() as started:
+        output, _ = started.communicate(timeout=60)
+    assert calls(tmp_path) == (["requeue 17"] if asked and state == "RUNNING" else []), output
 
 
 def test_a_run_that_is_late_for_the_time_limit_is_requeued(

@@ -55,11 +55,17 @@ def test_submitting_needs_sbatch_that_accepts_the_job(
     assert main(command) == 2
     assert "sbatch refuses the job: invalid partition specified" in capsys.readouterr().err
     (tmp_path / "sbatch").write_text(
-        f"#!/bin/sh\n/bin/cat > {tmp_path}/submitted; echo Submitted batch job 17\n"
+        f"#!/bin/sh\necho $* > {tmp_path}/options; /bin/cat > {tmp_path}/submitted; echo Submitted batch job 17\n"
     )
     assert main(command) == 0
     assert "Submitted batch job 17" in capsys.readouterr().err
-    assert (tmp_path / "submitted").read_text() == (tmp_path / "job.sh").read_text()
+    script = (tmp_path / "submitted").read_text()
+    assert script == (tmp_path / "job.sh").read_text()
+    directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
+    options = (tmp_path / "options").read_text().split()
+    assert options == directives and "--requeue" in options, (
+        "variables such as SBATCH_NO_REQUEUE precede directives"
+    )
 
 
 @pytest.mark.parametrize(
