@@ -62,7 +62,7 @@ exclude_lost() {{
   local before excluded option value said options=()
   before=$(show %x | sed 's/(null)//')
   excluded=$(scontrol show hostnames "${{before:+$before,}}$(paste -sd, "$launch/{lost}")" | paste -sd,)
-  for option in account=%a constraint=%f nodelist=%n nodes=%D partition=%P qos=%q reservation=%v time=%l; do
+  for option in account=%a constraint=%f nodelist=%n partition=%P qos=%q reservation=%v time=%l; do
     value=$(show "${{option#*=}}")
     [ "${{value:-(null)}}" = "(null)" ] || options+=("--${{option%%=*}}=$value")
   done

@@ -240,7 +240,7 @@ def test_a_node_that_has_left_ray_is_excluded_if_the_job_can_start_on_others(
     Meeting(tmp_path / "runs/arithmetic/launch/17.0", print).write_lost(lost.split())
     with job("cluster.ranks_per_node=[2,2]") as started:
         output, _ = started.communicate(timeout=60)
-    options = "--account=its-a --constraint=h100 --nodes=its-D --partition=its-P --qos=its-q --time=its-l"
+    options = "--account=its-a --constraint=h100 --partition=its-P --qos=its-q --time=its-l"
     asking = [f"--test-only --exclude={asked} {options} job.sh"] if asked else []
     excluding = [f"update JobId=17 ExcNodeList={update}"] if update else []
     assert calls(tmp_path) == ["requeue 17", *asking, *excluding], output
