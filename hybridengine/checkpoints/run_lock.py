@@ -54,7 +54,9 @@ def run_lock(run_folder: Path, warn: Callable[[str], None]) -> Iterator[None]:
 def is_locked(file: Path) -> bool:
     """Return True if a process holds the lock of a run's folder, whose file is given; False if this cannot be known."""
     try:
-        with file.open("rb") as opened:
+        with file.open(
+            "r+b"
+        ) as opened:  # NFS refuses an exclusive lock of a file that is open for reading alone
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -25,4 +25,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    options.overrides = ["cluster.device=cpu", *options.overrides]  # there may be fewer GPUs than ranks
     return train.run(options)

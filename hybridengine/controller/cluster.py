@@ -240,10 +240,12 @@ def capacity_problems(
     if choose_nodes(ranks_per_node, rooms) is not None:
         return []
     each = f"{cpus_per_rank} CPU" + (" and 1 GPU" if use_gpus else "")
+    without = "; cluster.device=cpu trains without GPUs" if use_gpus else ""
     return [
         f"ranks_per_node={list(ranks_per_node)} needs {sum(ranks_per_node)} ranks on {len(ranks_per_node)} nodes"
         f" ({each} each), but the cluster has room for {sorted(rooms, reverse=True)} ranks per node:"
-        f" {_listing(offers)}; choose smaller parallel sizes, or start the cluster with more nodes, CPUs or GPUs"
+        f" {_listing(offers)}; choose smaller parallel sizes, or start the cluster with more nodes, CPUs or"
+        f" GPUs{without}"
     ]
 
 

@@ -30,7 +30,8 @@ def own_addresses(interface: str | None = None, address: str | None = None, name
     """
     states = psutil.net_if_stats()
     found = dict[str, str]()
-    for device, carried in psutil.net_if_addrs().items():
+    for label, carried in psutil.net_if_addrs().items():
+        device = label.partition(":")[0]  # eth0:1 is a further address of eth0
         for one in carried:
             if one.family in (socket.AF_INET, socket.AF_INET6) and states[device].isup:
                 number = ipaddress.ip_address(one.address)

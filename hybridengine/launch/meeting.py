@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridengine.errors import OutputError, WorkerError
-from hybridengine.files import writing
+from hybridengine.files import within, writing
 
+ANSWER_LIMIT_S = 30.0
+"""Time limit for the folder's file system to answer."""
 POLL_S = 0.5
 """Interval at which files are looked for; a file system of a cluster may show them later."""
 REPORT_EVERY_S = 15.0
@@ -41,18 +43,21 @@ class Meeting:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def write(self, name: str, **values: Any) -> None:
-        """Write a JSON object under a name."""
+        """Write a JSON object under a name; OutputError if this fails, or takes longer than ANSWER_LIMIT_S."""
         self._write(name, json.dumps(values))
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """Return the object of this name; None while there is none."""
-        self._names()  # NFS asks its server anew
+        """Return the object of this name; None while there is none.
+
+        Raises OutputError if the folder cannot be read, or does not answer within ANSWER_LIMIT_S.
+        """
+        self.names()  # NFS asks its server anew
         return self._object(name)
 
-    def _names(self) -> set[str]:
+    def names(self) -> set[str]:
         """Return the names of all files."""
         try:
-            return set(os.listdir(self.folder))
+            return set(within(ANSWER_LIMIT_S, os.listdir, self.folder))
         except FileNotFoundError:
             return set()
         except OSError as error:
@@ -60,10 +65,10 @@ class Meeting:
 
     def _object(self, name: str) -> dict[str, Any] | None:
         try:
-            return json.loads((self.folder / name).read_text())
+            return json.loads(within(ANSWER_LIMIT_S, (self.folder / name).read_text))
         except FileNotFoundError:
             return None
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise _unreadable(self.folder / name, error) from error
 
     def write_token(self) -> Path:
@@ -99,7 +104,7 @@ class Meeting:
         begin, reported = time.monotonic(), 0.0
         while True:
             # One listing for all names: one for each would take time that grows with the square of the nodes.
-            there = self._names()
+            there = self.names()
             for name in names:
                 if name in there and name not in found and (value := self._object(name)) is not None:
                     found[name] = value
@@ -129,22 +134,24 @@ class Meeting:
     def close(self) -> None:
         """Remove the token."""
         with contextlib.suppress(OSError):
-            self.token_file.unlink()
+            within(ANSWER_LIMIT_S, lambda: self.token_file.unlink())
 
     def _write(self, name: str, text: str) -> None:
         with writing(self.folder / name):
-            number, path = tempfile.mkstemp(dir=self.folder, prefix=f".{name}-")  # mode 600
-            with os.fdopen(number, "w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(path, self.folder / name)
+            within(ANSWER_LIMIT_S, self._replace, name, text)
+
+    def _replace(self, name: str, text: str) -> None:
+        number, path = tempfile.mkstemp(dir=self.folder, prefix=f".{name}-")  # mode 600
+        with os.fdopen(number, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path, self.folder / name)
 
 
-def _unreadable(path: Path, error: OSError) -> OutputError:
-    return OutputError(
-        f"{path} cannot be read ({error.strerror}); all nodes must see the same folder of runs"
-    )
+def _unreadable(path: Path, error: OSError | ValueError) -> OutputError:
+    reason = getattr(error, "strerror", None) or error
+    return OutputError(f"{path} cannot be read ({reason}); all nodes must see the same folder of runs")
 
 
 def listed(names: Iterable[str]) -> str:

@@ -8,15 +8,17 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from hybridengine.checkpoints.run_lock import is_locked
-from hybridengine.errors import ConfigError, HybridEngineError, WorkerError
+from hybridengine.errors import ConfigError, HybridEngineError, OutputError, WorkerError
 from hybridengine.launch.addresses import answering, common_address, own_addresses, reached
 from hybridengine.launch.alive import LiveNodes
 from hybridengine.launch.meeting import (
@@ -43,7 +45,8 @@ SAVE_LIMIT_S = 600.0
 LOCK_LIMIT_S, LOCK_POLL_S = SAVE_LIMIT_S + 150.0, 5.0
 """An earlier attempt holds the lock until its step is saved; where its machine has died, a file server frees it after its
 lease, 90 s with Linux's NFS."""
-FAILED = "failed-*.json"
+FAILED = "failed-"
+"""Begin of the names of files in which nodes say why they have failed."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +95,13 @@ def run_node(task: NodeTask, say: Callable[[str], None]) -> int:
         _follow(task, meeting, stopping, say)
     except LaunchEnded as end:  # not a failure of this node: a launcher would replace it
         say(f"{task.host} is done: {str(end).partition(chr(10))[0]}")
-    except HybridEngineError as error:
-        file, lacks_ray = FAILED.replace("*", str(task.index)), isinstance(error, RayEnded)
-        refused = error.exit_status == ConfigError.exit_status
-        meeting.write(file, host=task.host, reason=str(error), lacks_ray=lacks_ray, refused=refused)
+    except Exception as error:
+        file, lacks_ray = f"{FAILED}{task.index}.json", isinstance(error, RayEnded)
+        refused, reason = isinstance(error, ConfigError), str(error)
+        if not isinstance(error, HybridEngineError):
+            reason = f"{type(error).__name__}: {reason}"
+        with suppress(OutputError):  # the node's own error says more
+            meeting.write(file, host=task.host, reason=reason, lacks_ray=lacks_ray, refused=refused)
         raise
     return 0
 
@@ -139,7 +145,7 @@ def _follow(task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[
         ray_node.wait(deadline, check)
         say(f"{task.host} has joined Ray at {ray['address']} from {own}")
         give_up = None
-        while (end := meeting.read(END)) is None:
+        while (end := _end_of(meeting)) is None:
             ray_node.check()
             if stopping.is_cut_off:
                 # The first node saves the run's step, and needs this one for it.
@@ -148,6 +154,13 @@ def _follow(task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[
                     stopping.check()
             time.sleep(POLL_S)
     say(f"{task.host} is done: {end['reason'] or 'the run has ended'}")
+
+
+def _end_of(meeting: Meeting) -> dict[str, Any] | None:
+    """Return how the run has ended; None while it goes on, or the folder fails for a while."""
+    with suppress(OutputError):
+        return meeting.read(END)
+    return None
 
 
 def versions() -> dict[str, str]:
@@ -183,6 +196,7 @@ class Lead:
         """Address -> name of each node."""
         self._without_ray = task.host
         """Name of the node whose Ray has ended, if one's has."""
+        self._ended = threading.Event()
 
     def carry_out(self) -> int:
         """Return the exit status of the run, or NODE_LOST; tell the other nodes when it has ended."""
@@ -191,6 +205,8 @@ class Lead:
             raise ConfigError(f"{task.folder} is the folder of an earlier launch; name a new --launch-folder")
         with ExitStack() as ends:
             ends.callback(self._meeting.close)
+            ends.callback(self._ended.set)
+            threading.Thread(target=self._listen, daemon=True).start()
             try:
                 own = self._meet()
                 environment = token_environment(self._meeting.write_token(), own)
@@ -224,7 +240,10 @@ class Lead:
                 status = error.exit_status if isinstance(error, HybridEngineError) else status
                 raise
             finally:
-                self._meeting.write(END, status=status, reason=reason, asked=self._stopping.asked)
+                try:
+                    self._meeting.write(END, status=status, reason=reason, asked=self._stopping.asked)
+                except OutputError as error:  # the other nodes end with Ray
+                    self._say(str(error))
         return status
 
     def _meet(self) -> str:
@@ -290,7 +309,6 @@ class Lead:
             try:
                 status = process.wait(POLL_S)
             except subprocess.TimeoutExpired:
-                self._hear()
                 if self._stopping.is_cut_off and give_up is None:
                     process.terminate()
                     give_up = time.monotonic() + SAVE_LIMIT_S
@@ -312,17 +330,19 @@ class Lead:
                 reported = now
             time.sleep(LOCK_POLL_S)
 
-    def _hear(self) -> None:
-        """Take the launcher's file for a signal, once."""
-        if not self._stopping.asked and (self._meeting.folder / STOP).exists():
-            os.kill(os.getpid(), signal.SIGTERM)
+    def _listen(self) -> None:
+        """Take the launcher's file for a signal, once; in a thread, as the folder may hang or fail for a while."""
+        while not self._ended.wait(POLL_S) and not self._stopping.asked:
+            with suppress(OSError):
+                if (self._meeting.folder / STOP).exists() and not self._ended.is_set():
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
 
     def _check(self) -> None:
         """Raise RayEnded, ConfigError or WorkerError if another node has failed; see `Stopping.check` for this one."""
-        self._hear()
         self._stopping.check()
-        for file in sorted(self._meeting.folder.glob(FAILED)):
-            if (failed := self._meeting.read(file.name)) is not None:
+        for name in sorted(self._meeting.names()):
+            if name.startswith(FAILED) and (failed := self._meeting.read(name)) is not None:
                 self._without_ray = failed["host"]
                 kind = RayEnded if failed["lacks_ray"] else ConfigError if failed["refused"] else WorkerError
                 raise kind(f"node {failed['host']}: {failed['reason']}")

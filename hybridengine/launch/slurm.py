@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -34,9 +36,12 @@ step=$!
 
 # SLURM does not answer while its controller is busy, or another one takes its place.
 insist() {{
-  local try
-  for try in {{1..8}}; do "$@" && return; sleep 30; done
-  return 1
+  local pause
+  for pause in 1 2 4 8 16 32 64 128; do
+    "$@" && return
+    sleep "$pause"
+  done
+  "$@"
 }}
 show() {{ insist squeue --noheader --job "$SLURM_JOB_ID" --format="$1"; }}
 
@@ -83,7 +88,7 @@ while :; do
   before=$signals
   wait "$step"
   status=$?
-  [ "$(show %T)" != COMPLETING ] || rm -f "$launch/{token}" # SLURM will have killed the node that removes it
+  [ "$status" -eq 0 ] || [ "$(show %T)" != COMPLETING ] || rm -f "$launch/{token}" # the node may be killed first
   if [ "$requeue" -eq 1 ] && [ "$(show %r)" = TimeLimit ]; then
     echo "$(date +%FT%T) the time limit came before the step was saved; raise --signal-before"
     start_again
@@ -140,7 +145,7 @@ def script(job: SlurmJob) -> str:
     """Return the batch script of a job.
 
     Raises:
-        ConfigError: a value has a blank or a line break, which would end a directive.
+        ConfigError: a value has a character that would end a directive, or that SLURM takes out of it.
     """
     directives = {
         "job-name": job.name,
@@ -157,9 +162,10 @@ def script(job: SlurmJob) -> str:
     }
     steps = {**({"cpus-per-task": str(job.cpus_per_node)} if job.cpus_per_node else {}), **job.step_options}
     for name, value in [*directives.items(), *steps.items()]:
-        if name != shlex.quote(name) or value != "".join(value.split()):
+        if name != shlex.quote(name) or re.search(r"""[\s#"'\\]""", value):
             raise ConfigError(
-                f"--{name} {shown(value)} has blanks or line breaks, which end an option of SLURM; write it without"
+                f"--{name} {shown(value)} has blanks, line breaks, quotes, # or \\, which SLURM does not take as a part"
+                " of an option; write it without"
             )
     return SCRIPT.format(
         name=job.name,
@@ -184,8 +190,8 @@ def submit(text: str) -> str:
 
     Its directives are arguments as well, since variables of the shell (SBATCH_PARTITION) would replace directives.
     """
-    lines = (line.partition("#SBATCH ") for line in text.splitlines())
-    options = [option for before, found, option in lines if found and not before]
+    header = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    options = [line.removeprefix("#SBATCH ") for line in header if line.startswith("#SBATCH ")]
     remedy = "submit the script where SLURM's commands are"
     return run_program(["sbatch", *options], text, "SLURM's sbatch", remedy)
 

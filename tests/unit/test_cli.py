@@ -131,9 +131,16 @@ def test_the_demo_is_the_main_job(capsys: pytest.CaptureFixture[str]):
     """From a configuration inside the package, which an installed one has too."""
     outputs = []
     for command in (["demo"], ["train", str(ROOT / "configs/arithmetic.yaml")]):
-        assert main([*command, "actor.generate=1-2", "--dry-run"]) == 0
+        assert main([*command, "cluster.device=cpu", "actor.generate=1-2", "--dry-run"]) == 0
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] != ""
+
+
+def test_the_demo_needs_no_gpu(monkeypatch: pytest.MonkeyPatch):
+    found = list[list[str]]()
+    monkeypatch.setattr("hybridengine.cli.train.run", lambda options: found.append(options.overrides) or 0)
+    assert main(["demo", "run.steps=3"]) == 0
+    assert found == [["cluster.device=cpu", "run.steps=3"]]
 
 
 def test_dry_run_shows_the_papers_example(capsys: pytest.CaptureFixture[str]):

@@ -22,11 +22,14 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     carried = {
         "lo": [Carried(v4, "127.0.0.1"), Carried(v6, "::1")],
         "eth0": [Carried(v6, "fd77::5"), Carried(v6, "fe80::5%eth0"), Carried(v4, "10.0.0.5")],
-        "ib0": [Carried(v4, "192.168.7.5"), Carried(psutil.AF_LINK, "00:00")],
+        "ib0": [Carried(psutil.AF_LINK, "00:00")],
+        "ib0:1": [Carried(v4, "192.168.7.5")],
         "old": [Carried(v4, "10.9.9.9")],
     }
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: carried)
-    monkeypatch.setattr(psutil, "net_if_stats", lambda: {name: State(name != "old") for name in carried})
+    monkeypatch.setattr(
+        psutil, "net_if_stats", lambda: {name: State(name != "old") for name in carried if ":" not in name}
+    )
     names = {"node-5": [(v4, 0, 0, "", ("192.168.7.5", 0))], "debian": [(v4, 0, 0, "", ("127.0.1.1", 0))]}
 
     def resolve(name: str, port: None) -> object:

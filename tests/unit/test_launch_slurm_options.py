@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from hybridengine.cli.main import main
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--partition", "a b"], '--partition "a b" has blanks or line breaks, which end an option of SLURM'),
+        (["--partition", "a b"], '--partition "a b" has blanks, line breaks, quotes, # or'),
+        (["--sbatch-option", "comment=a#b"], '--comment "a#b" has blanks, line breaks, quotes, # or'),
         (["--sbatch-option", "=x"], "--sbatch-option '=x' has no name"),
         (["--gpus-per-node", "2"], "pool 'main' has 4 ranks on a node, and --gpus-per-node 2 allows 2"),
         (["--signal-before", "5"], "'5' must be an integer from 30 to 65535"),
@@ -57,11 +59,14 @@ def test_submitting_needs_sbatch_that_accepts_the_job(
     (tmp_path / "sbatch").write_text(
         f"#!/bin/sh\necho $* > {tmp_path}/options; /bin/cat > {tmp_path}/submitted; echo Submitted batch job 17\n"
     )
-    assert main(command) == 0
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")
+    assert main([*command, "--setup", "true\n#SBATCH --hold"]) == 0
     assert "Submitted batch job 17" in capsys.readouterr().err
     script = (tmp_path / "submitted").read_text()
     assert script == (tmp_path / "job.sh").read_text()
-    directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
+    directives = [
+        line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")
+    ][:-1]
     options = (tmp_path / "options").read_text().split()
     assert options == directives and "--requeue" in options, (
         "variables such as SBATCH_NO_REQUEUE precede directives"
