@@ -54,9 +54,8 @@ def run_lock(run_folder: Path, warn: Callable[[str], None]) -> Iterator[None]:
 def is_locked(file: Path) -> bool:
     """Return True if a process holds the lock of a run's folder, whose file is given; False if this cannot be known."""
     try:
-        with file.open(
-            "r+b"
-        ) as opened:  # NFS refuses an exclusive lock of a file that is open for reading alone
+        # NFS refuses an exclusive lock of a file that is open for reading alone.
+        with file.open("r+b") as opened:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

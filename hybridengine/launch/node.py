@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from hybridengine.launch.meeting import (
 )
 from hybridengine.launch.ray_node import RayEnded, RayNode, fated, token_environment
 from hybridengine.launch.stopping import Stopping
+from hybridengine.version import __version__
 
 NODE_LOST = 75
 """Exit status of a launch that has lost a node, and may succeed on others (EX_TEMPFAIL of sysexits.h)."""
@@ -97,7 +97,8 @@ def run_node(task: NodeTask, say: Callable[[str], None]) -> int:
         say(f"{task.host} is done: {str(end).partition(chr(10))[0]}")
     except Exception as error:
         file, lacks_ray = f"{FAILED}{task.index}.json", isinstance(error, RayEnded)
-        refused, reason = isinstance(error, ConfigError), str(error)
+        refused = getattr(error, "exit_status", 1) == ConfigError.exit_status
+        reason = str(error)
         if not isinstance(error, HybridEngineError):
             reason = f"{type(error).__name__}: {reason}"
         with suppress(OutputError):  # the node's own error says more
@@ -157,7 +158,7 @@ def _follow(task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[
 
 
 def _end_of(meeting: Meeting) -> dict[str, Any] | None:
-    """Return how the run has ended; None while it goes on, or the folder fails for a while."""
+    """Return how the run has ended; None while it goes on, or while the folder cannot be read."""
     with suppress(OutputError):
         return meeting.read(END)
     return None
@@ -168,7 +169,7 @@ def versions() -> dict[str, str]:
     import ray
 
     python = ".".join(platform.python_version_tuple()[:2])
-    return {"Ray": ray.__version__, "Python": python, "hybridengine": version("hybridengine")}
+    return {"Ray": ray.__version__, "Python": python, "hybridengine": __version__}
 
 
 def check_versions(task: NodeTask, expected: Mapping[str, str]) -> None:

@@ -72,7 +72,7 @@ exclude_lost() {{
     [ "${{value:-(null)}}" = "(null)" ] || options+=("--${{option%%=*}}=$value")
   done
   if said=$(unset "${{!SBATCH_@}}"; sbatch --test-only --exclude="$excluded" "${{options[@]}}" "$0" 2>&1); then
-    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$excluded" \
+    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$excluded" \\
       && echo "$(date +%FT%T) excluded from the next start: $excluded"
   else
     echo "$(date +%FT%T) not excluded from the next start: $excluded, as SLURM starts no job without: $said"

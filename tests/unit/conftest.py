@@ -1,7 +1,10 @@
-"""Fixtures that several tests share: valid configurations, a checkpoint, a run on it, the command that plans a switch."""
+"""Fixtures that several tests share: valid configurations, a checkpoint, a run on it, the command that plans a switch,
+and signals."""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import ray
 
 from hybridengine.cli.main import main
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer
+from hybridengine.launch.stopping import SIGNALS
 from tests.gloo.tiny_models import write_model
 from tests.unit.plan_runs import H100, Plan
 from tests.unit.run_bench import Bench, Reached
@@ -90,3 +94,12 @@ def bench(
 
     monkeypatch.setattr("hybridengine.training.launch.start_ray", start)
     return Bench(tmp_path, checkpoint, capfd)
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Keep this process's handlers of the signals that a node handles."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

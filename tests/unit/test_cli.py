@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,10 @@ def test_the_demo_is_the_main_job(capsys: pytest.CaptureFixture[str]):
         assert main([*command, "cluster.device=cpu", "actor.generate=1-2", "--dry-run"]) == 0
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] != ""
+
+
+def test_the_version_is_that_of_the_package():
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == __version__
 
 
 def test_the_demo_needs_no_gpu(monkeypatch: pytest.MonkeyPatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -19,19 +18,10 @@ from hybridengine.launch import meeting as meeting_module
 from hybridengine.launch import node
 from hybridengine.launch.meeting import END, STOP, Meeting
 from hybridengine.launch.node import Lead, run_node
-from hybridengine.launch.stopping import SIGNALS, Stopping
+from hybridengine.launch.stopping import Stopping
 from tests.unit.test_launch_node import task_of
 
 LIMIT_S = 0.3
-
-
-@pytest.fixture
-def signals() -> Iterator[None]:
-    """Keep this process's handlers of the signals that a node handles."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture

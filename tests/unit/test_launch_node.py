@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from hybridengine.launch import node, ray_node
 from hybridengine.launch.meeting import END, LOST, Meeting, listed
 from hybridengine.launch.node import NODE_LOST, NodeTask, run_node, versions
 from hybridengine.launch.ray_node import RayEnded, RayNode, token_environment
-from hybridengine.launch.stopping import SIGNALS, Stopping
+from hybridengine.launch.stopping import Stopping
 
 
 def test_nobody_else_reads_the_token_of_a_launch(tmp_path: Path):
@@ -111,15 +111,6 @@ def test_a_node_with_other_software_is_named(tmp_path: Path):
     assert reason in done.stderr
     failed = meeting.read("failed-1.json")
     assert failed is not None and failed["host"] == "b" and reason in failed["reason"]
-
-
-@pytest.fixture
-def signals() -> Iterator[None]:
-    """Keep this process's handlers of the signals that a node handles."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def task_of(folder: Path, index: int, *hosts: str) -> NodeTask:
