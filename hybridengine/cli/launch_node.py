@@ -94,6 +94,11 @@ def _place(options: argparse.Namespace) -> tuple[tuple[str, ...], int]:
         raise ConfigError(
             f"--hosts {options.hosts!r} has an empty name; write names with commas: node1,node2"
         )
+    twice = next((name for name in hosts if hosts.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(
+            f"--hosts names {twice} twice; a host is one node, whose ranks are in ranks_per_node"
+        )
     index = options.index
     if index is None:
         given = os.environ.get("SLURM_NODEID", "")

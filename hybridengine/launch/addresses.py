@@ -8,9 +8,11 @@ reached is used. The source address of a node's connection is the address of tha
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import psutil
@@ -89,8 +91,11 @@ def _answer(listener: socket.socket, greeting: bytes) -> None:
     while True:
         try:
             connection, _ = listener.accept()
-        except OSError:
-            return
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.EBADF):  # it is shut down, or closed
+                return
+            time.sleep(0.1)  # this connection is gone, or this process has no file left for it
+            continue
         with connection, contextlib.suppress(OSError):
             connection.settimeout(CONNECT_LIMIT_S)
             connection.sendall(greeting)

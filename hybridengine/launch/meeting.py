@@ -9,6 +9,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class Meeting:
         """Make the folder unless another node was faster; raise OutputError if this is not possible."""
         self.folder, self._say = folder, say
         with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            within(ANSWER_LIMIT_S, partial(folder.mkdir, parents=True, exist_ok=True, mode=0o700))
 
     def write(self, name: str, **values: Any) -> None:
         """Write a JSON object under a name; OutputError if this fails, or takes longer than ANSWER_LIMIT_S."""

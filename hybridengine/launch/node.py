@@ -231,11 +231,11 @@ class Lead:
                     status, reason = NODE_LOST, f"{listed(lost)} left Ray while the run went on"
                     self._say(f"{reason}; the launch may be started again on other nodes")
                     if len(lost) < len(task.hosts):  # else Ray has not answered
-                        self._meeting.write_lost(lost)
+                        self._write_lost(lost)
             except RayEnded as error:
                 status, reason = NODE_LOST, str(error)
                 self._say(f"{reason}\nthe launch may be started again on other nodes")
-                self._meeting.write_lost([self._without_ray])
+                self._write_lost([self._without_ray])
             except BaseException as error:
                 reason = str(error) or type(error).__name__
                 status = error.exit_status if isinstance(error, HybridEngineError) else status
@@ -298,6 +298,12 @@ class Lead:
         """Return the nodes that Ray lacks now."""
         with LiveNodes(environment) as live:
             return self._missing(live.wait(ANSWER_LIMIT_S))
+
+    def _write_lost(self, nodes: Sequence[str]) -> None:
+        try:
+            self._meeting.write_lost(nodes)
+        except OutputError as error:  # the launcher starts again all the same, without their names
+            self._say(str(error))
 
     def _run(self, address: str, environment: Mapping[str, str]) -> int:
         """Carry out the run in a process of its own, and return its exit status."""

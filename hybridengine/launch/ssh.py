@@ -88,7 +88,8 @@ def parse_hosts(text: str | None, file: Path | None) -> tuple[str, ...]:
             )
     if not names:
         raise ConfigError(f"{source} names no host; name those of the run")
-    twice = next((name for name in names if names.count(name) > 1), None)
+    machines = [name.rpartition("@")[2] for name in names]
+    twice = next((name for name in machines if machines.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(
             f"{source} names {twice} twice; a host is one node, whose ranks are in ranks_per_node"

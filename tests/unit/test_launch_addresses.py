@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections import namedtuple
 
@@ -68,6 +69,20 @@ def test_an_address_is_reached_if_it_answers_with_the_secret_of_the_launch():
         assert "no address" not in found
         assert reached(["127.0.0.1"], port, "b" * 32) == {}, "another machine of this address"
     assert reached(["127.0.0.1"], port, "a" * 32) == {}
+
+
+def test_a_connection_that_is_lost_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch):
+    errors, accept = [errno.EMFILE, errno.ECONNABORTED], socket.socket.accept
+
+    def late(listener: socket.socket) -> object:
+        if errors:
+            raise OSError(errors.pop(), "lost")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", late)
+    with answering("a" * 32) as port:
+        assert "127.0.0.1" in reached(["127.0.0.1"], port, "a" * 32)
+    assert not errors
 
 
 def test_one_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):

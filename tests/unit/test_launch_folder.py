@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -15,9 +16,9 @@ import pytest
 from hybridengine.checkpoints.run_lock import is_locked, run_lock
 from hybridengine.errors import OutputError
 from hybridengine.launch import meeting as meeting_module
-from hybridengine.launch import node
+from hybridengine.launch import node, ray_node
 from hybridengine.launch.meeting import END, STOP, Meeting
-from hybridengine.launch.node import Lead, run_node
+from hybridengine.launch.node import NODE_LOST, Lead, run_node
 from hybridengine.launch.stopping import Stopping
 from tests.unit.test_launch_node import task_of
 
@@ -41,9 +42,15 @@ def hangs(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     answers.set()
 
 
-def test_a_folder_that_hangs_is_named_within_the_limit(tmp_path: Path, hangs: threading.Event):
-    meeting = Meeting(tmp_path, print)
+def test_a_folder_that_hangs_is_named_within_the_limit(
+    tmp_path: Path, hangs: threading.Event, monkeypatch: pytest.MonkeyPatch
+):
     reason = rf"{tmp_path}.* cannot be %s \(no answer within {LIMIT_S} s\)"
+    meeting = Meeting(tmp_path, print)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", lambda *_, **__: hangs.wait(60))
+        with pytest.raises(OutputError, match=reason % "written"):
+            Meeting(tmp_path, print)
     with pytest.raises(OutputError, match=reason % "read"):
         meeting.read(END)
     with pytest.raises(OutputError, match=reason % "written"):
@@ -106,6 +113,21 @@ def test_a_run_goes_on_while_its_folder_fails(
     said = list[str]()
     assert run_node(task_of(tmp_path, 0, "a"), said.append) == 7
     assert said == ["SIGTERM is passed on to the run, which saves its step"]
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_lost_node_that_cannot_be_written_down_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The launcher starts again all the same."""
+
+    def fails(_: Meeting, nodes: list[str]) -> None:
+        raise OutputError(f"no room for {nodes}")
+
+    monkeypatch.setattr(ray_node, "fated", lambda command, **settings: subprocess.Popen("false", **settings))
+    monkeypatch.setattr(Meeting, "write_lost", fails)
+    said = list[str]()
+    assert run_node(task_of(tmp_path, 0, "a"), said.append) == NODE_LOST
+    assert said[-1] == "no room for ['a']"
+    assert (Meeting(tmp_path, print).read(END) or {})["status"] == NODE_LOST
 
 
 @pytest.mark.usefixtures("signals")

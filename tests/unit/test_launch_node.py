@@ -315,6 +315,7 @@ def test_a_held_run_folder_is_seen(tmp_path: Path):
     [
         (["--hosts", "a,,b", "--index", "0"], "--hosts 'a,,b' has an empty name"),
         (["--hosts", "a,b", "--index", "2"], "--index 2 must be below 2, the number of --hosts"),
+        (["--hosts", "a,b,a", "--index", "0"], "--hosts names a twice; a host is one node"),
         (["--hosts", "a,b"], "--index is missing, and SLURM_NODEID is not set"),
         (
             ["--hosts", "a", "--index", "0", "cluster.ranks_per_node=[2,2]"],

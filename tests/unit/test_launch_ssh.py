@@ -269,6 +269,7 @@ def test_lists_of_hosts(tmp_path: Path):
         ("a,,b", "--hosts: '' is not the name of a host; write names such as node1"),
         ("a,-oProxyCommand=x", "'-oProxyCommand=x' is not the name of a host"),
         ("a,b,a", "--hosts names a twice; a host is one node"),
+        ("u@a,b,root@a", "--hosts names a twice; a host is one node"),
     ],
 )
 def test_wrong_lists_are_refused(text: str, message: str):
