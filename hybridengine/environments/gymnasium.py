@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridengine.environments.environment import Prompt, constructed, settings_of, system_message
-from hybridengine.episodes.client import Client, Result, Row, TokenLimitError
+from hybridengine.episodes.client import Client, LimitError, Result, Row
 from hybridengine.errors import DataError
 
 ACTIONS = {
@@ -123,7 +123,7 @@ class Gymnasium:
 
     async def _play(self, client: Client, environment: Any) -> Result:
         total, steps, invalid = 0.0, 0, 0
-        with contextlib.suppress(TokenLimitError):  # it is cut off, with the rewards that it has reached
+        with contextlib.suppress(LimitError):  # it is cut off, with the rewards that it has reached
             while True:
                 turn = await client.generate(max_tokens=self._settings.max_tokens or None)
                 if (action := self._action(turn.text)) is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridengine.environments.environment import Prompt, constructed, meant, settings_of, system_message
-from hybridengine.episodes.client import Client, Result, Row, TokenLimitError
+from hybridengine.episodes.client import Client, LimitError, Result, Row
 from hybridengine.errors import DataError
 
 SEED_STRIDE = 1_000_003
@@ -70,7 +70,7 @@ class ReasoningGym:
         source = self._dataset(answer["seed"], answer["size"])
         entry = source[answer["index"]]
         tries, score = 0, 0.0
-        with contextlib.suppress(TokenLimitError):  # it is cut off, and its last answer counts
+        with contextlib.suppress(LimitError):  # it is cut off, and its last answer counts
             while score < SOLVED and tries < self._settings.tries:
                 if tries:
                     client.add({"role": "user", "content": self._settings.feedback})

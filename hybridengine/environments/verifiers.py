@@ -20,7 +20,16 @@ from types import ModuleType
 from typing import Any
 
 from hybridengine.environments.environment import Prompt, constructed, settings_of
-from hybridengine.episodes.client import Client, EpisodeError, Message, Result, Row, TokenLimitError, Turn
+from hybridengine.episodes.client import (
+    Client,
+    EpisodeError,
+    LimitError,
+    Message,
+    Result,
+    Row,
+    Turn,
+    TurnLimitError,
+)
 from hybridengine.errors import DataError, shown
 
 ADDRESS = "http://episode.invalid"
@@ -143,9 +152,10 @@ class Verifiers:
                     episode.client.add(added)
                 before = [*episode.client.tokens]
                 turn = await episode.client.generate(max_tokens=max_tokens)
-            except TokenLimitError:
-                # It is cut off and scored, as with the library's own limit of this name.
-                episode.traces[name].stop("max_total_tokens")
+            except LimitError as error:
+                # It is cut off and scored, as with the library's own limits of these names.
+                has_room = isinstance(error, TurnLimitError)
+                episode.traces[name].stop("max_turns" if has_room else "max_total_tokens")
                 raise
             except Exception as error:
                 episode.failure = error

@@ -6,11 +6,20 @@ Every row of a batch has a call of its own, an *episode*. Its tokens are one seq
 that the model draws and, between them, what the function adds. Only tokens that the model drew are trained.
 """
 
-from hybridengine.episodes.client import Client, Result, Row, TokenLimitError, Turn, TurnLimitError
+from hybridengine.episodes.client import (
+    Client,
+    LimitError,
+    Result,
+    Row,
+    TokenLimitError,
+    Turn,
+    TurnLimitError,
+)
 from hybridengine.episodes.tools import ToolResult, run_process, run_python
 
 __all__ = [
     "Client",
+    "LimitError",
     "Result",
     "Row",
     "TokenLimitError",

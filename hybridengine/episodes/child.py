@@ -22,7 +22,7 @@ from typing import Any
 from hybridengine import importing
 from hybridengine.data.chat import Chat
 from hybridengine.episodes import client as client_module
-from hybridengine.episodes.client import Client, EpisodeError, Row, TokenLimitError, TurnLimitError
+from hybridengine.episodes.client import Client, EpisodeError, LimitError, Row, TokenLimitError
 from hybridengine.episodes.wire import VERSION, DrawnTurn, Ended, Limits, Wanted, line
 from hybridengine.errors import DataError
 from hybridengine.guarded.guard import limit_memory
@@ -206,7 +206,7 @@ def _failure(error: BaseException, kind: str) -> tuple[str, str]:
     """Return the kind and the description of an error that has ended an episode; of a group's, the first one's."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    if isinstance(error, TokenLimitError | TurnLimitError):
+    if isinstance(error, LimitError):
         return "tokens" if isinstance(error, TokenLimitError) else "turns", str(error)
     if kind == "result":
         return kind, str(error) if isinstance(

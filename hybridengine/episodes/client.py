@@ -20,11 +20,15 @@ class EpisodeError(DataError):
     """An episode asked for what it cannot have; the message says what. Uncaught, it fails the episode."""
 
 
-class TokenLimitError(EpisodeError):
+class LimitError(EpisodeError):
+    """An episode is as long as it may be, and can end with what it has reached."""
+
+
+class TokenLimitError(LimitError):
     """The tokens of an episode do not fit into `rollout.max_response_tokens`."""
 
 
-class TurnLimitError(EpisodeError):
+class TurnLimitError(LimitError):
     """An episode wants more turns than `rollout.episode.max_turns`."""
 
 

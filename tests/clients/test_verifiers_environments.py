@@ -47,14 +47,14 @@ def config_with(folder: Path, name: str, metrics: tuple[str, ...] = (), **option
 class Played:
     """Episodes of the rows of an environment, whose turns a test writes."""
 
-    def __init__(self, folder: Path, config: Any) -> None:
+    def __init__(self, folder: Path, config: Any, max_turns: int = 4) -> None:
         self.tokenizer = build_arithmetic_tokenizer()
         self.tokenizer.save_pretrained(folder / "tokenizer")
         files = write_environment_files(config)
         lines = [line for name in ("held_out", "train") for line in files[name].read_text().splitlines()]
         self.rows = [json.loads(line) for line in lines]
         section = config.rollout.episode
-        limits = Limits(200, 4, len(self.tokenizer), 300.0, 300.0, [*section.metrics], True)
+        limits = Limits(200, max_turns, len(self.tokenizer), 300.0, 300.0, [*section.metrics], True)
         self.episodes = Episodes(section, limits, str(folder / "tokenizer"), TIMEOUT_S)
         self.episodes.start()
 
@@ -121,6 +121,18 @@ def test_an_episode_that_runs_out_of_tokens_is_scored(played: Played) -> None:
         4: ("", 2.0, {"guesses": 2.0, "found": 2.0}),
     }
     assert (len(read[2]), len(read[4])) == (1, 2)
+
+
+def test_an_episode_that_runs_out_of_turns_is_scored(tmp_path: Path) -> None:
+    played = Played(tmp_path, config_with(tmp_path, "guesses", ("guesses", "found")), max_turns=1)
+    try:
+        ended, _ = played.outcomes({2: ["5"], 4: ["5"]})
+    finally:
+        played.episodes.close()
+    assert {number: (one.kind, one.reward, one.metrics) for number, one in ended.items()} == {
+        2: ("", 0.0, {"guesses": 1.0, "found": 0.0}),
+        4: ("", 2.0, {"guesses": 1.0, "found": 2.0}),
+    }
 
 
 def test_an_error_of_the_environment_fails_its_episode_alone(played: Played) -> None:

@@ -28,11 +28,11 @@ class ByteChat:
 
 
 async def played(
-    environment: Environment, prompt: Prompt, turns: Sequence[str], max_tokens: int = LIMITS.max_tokens
+    environment: Environment, prompt: Prompt, turns: Sequence[str], **limits: int
 ) -> tuple[Result, list[str]]:
     """Return the result of an episode with these turns, and what the environment said before each turn but the first.
 
-    The turns and what is said have at most `max_tokens` bytes together.
+    `limits` are those of an episode, such as `max_tokens`: the most bytes of the turns and of what is said together.
     """
     left, read = [*turns], list[str]()
 
@@ -42,7 +42,7 @@ async def played(
         return DrawnTurn(wanted.added, tokens, [-1.0] * len(tokens), True)
 
     row = Row(0, prompt.prompt, (1, 2), json.dumps(prompt.answer), 0)
-    client = Client(0, row, replace(LIMITS, max_tokens=max_tokens), ByteChat(), draw)  # type: ignore[arg-type]
+    client = Client(0, row, replace(LIMITS, **limits), ByteChat(), draw)  # type: ignore[arg-type]
     result = await environment.play(client, row, json.loads(row.answer))
     client.check_result(Result(result.reward))
     assert not left, "the episode ended before its turns"

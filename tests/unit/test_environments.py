@@ -191,6 +191,17 @@ def test_an_episode_that_runs_out_of_tokens_has_the_rewards_until_then() -> None
     assert (result.reward, result.metrics) == (0.0, {"steps": 0, "invalid_actions": 1})
 
 
+def test_an_episode_that_runs_out_of_turns_has_the_rewards_until_then() -> None:
+    environment = load_environment("gymnasium/CliffWalking-v1", {}, {})
+    (prompt,) = first_prompts(environment, 1)
+    result, read = play(environment, prompt, "up", "right", "up", max_turns=3)
+    assert (result.reward, result.metrics, len(read)) == (-3.0, {"steps": 3, "invalid_actions": 0}, 2)
+    corrected = load_environment("reasoning_gym/chain_sum", {}, {"tries": 3})
+    (prompt,) = first_prompts(corrected, 1)
+    result, read = play(corrected, prompt, "1e9", "2e9", max_turns=2)
+    assert (result.metrics, len(read)) == ({"tries": 2, "solved": 0.0}, 1)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_an_episode_is_that_of_the_environment_with_the_same_seed(seed: int) -> None:
     environment = load_environment("gymnasium/Blackjack-v1", {}, {"observation": "{0} against {1}"})
