@@ -84,6 +84,7 @@ def _needs(config: RunConfig | None, folder: str | None) -> RunNeeds:
         folder=os.path.abspath(folder or config.run.folder),
         device=config.cluster.device,
         pools={name: tuple(pool.ranks_per_node) for name, pool in config.pools.items()},
+        started=config.started_pools,
         budgets={on_gpus: budgets_of(config, on_gpus=on_gpus) for on_gpus in (False, True)},
         kept_bytes=kept * saved,
         checkpoint_bytes=saved,

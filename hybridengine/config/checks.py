@@ -17,6 +17,7 @@ from hybridengine.config.rollout_checks import rollout_conflicts
 from hybridengine.config.row_checks import row_conflicts
 from hybridengine.config.run_config import TRAINED, RunConfig, model_holders, ranks_key
 from hybridengine.config.sections import MAIN_POOL
+from hybridengine.errors import shown
 from hybridengine.models.presets import find_preset
 from hybridengine.topology.sizes import TrainSizes
 
@@ -203,7 +204,7 @@ def _sizes(config: RunConfig, role: Role, sizes: TrainSizes, key: str) -> Iterat
     remedy = f"give {role} sizes of its own, {nearest}," if inherited else f"choose {nearest},"
     yield Conflict(
         f"{key}={sizes} takes {sizes.product} = {product} ranks, which must equal the {pool.num_ranks} of"
-        f" {pool_key}={list(pool.ranks_per_node)}{f' that {role} is on' if inherited else ''}; {remedy} or give the"
+        f" {pool_key}={shown(pool.ranks_per_node)}{f' that {role} is on' if inherited else ''}; {remedy} or give the"
         f" {'cluster' if name == MAIN_POOL else 'pool'} {sizes.num_ranks} ranks",
         (key, pool_key, *(("cluster.pools",) if inherited else ())),
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hybridengine.config.algorithm import Conflict, CorrectionSection
 from hybridengine.config.run_config import RunConfig, ranks_key
+from hybridengine.errors import shown
 from hybridengine.topology.sizes import divisors
 
 SECTIONS = ("generation", "staleness")
@@ -69,7 +70,7 @@ def _pool(config: RunConfig) -> Iterator[Conflict]:
             product = f"{sizes.pp_size}·{sizes.tp_size} = {sizes.num_ranks}"
             yield Conflict(
                 f"generation.parallel={sizes}: engines of p_g·t_g = {product} ranks do not divide the {pool.num_ranks} of"
-                f" {ranks_key(name)}={list(pool.ranks_per_node)}; choose p_g·t_g from"
+                f" {ranks_key(name)}={shown(pool.ranks_per_node)}; choose p_g·t_g from"
                 f" {', '.join(map(str, divisors(pool.num_ranks)))}, or give the pool a multiple of {sizes.num_ranks}",
                 ("generation.parallel", ranks_key(name)),
             )

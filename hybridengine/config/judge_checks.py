@@ -11,6 +11,7 @@ from hybridengine.config.model_checks import checkpoint_conflicts, shape_at
 from hybridengine.config.reward_sections import ScorerSection, scorer_key
 from hybridengine.config.run_config import RunConfig, ranks_key, reward_sections
 from hybridengine.config.structure_checks import structure_conflicts
+from hybridengine.errors import shown
 from hybridengine.topology.fitting import gen_problems
 
 LOWEST_TEMPERATURE = 0.01
@@ -102,7 +103,7 @@ def _ranks(config: RunConfig, name: str, key: str, judge: JudgeSection) -> Itera
     if rest:
         yield Conflict(
             f"{key}.engine={sizes} takes {sizes.num_ranks} ranks for an engine, which must divide the {pool.num_ranks} of"
-            f" {ranks_key(name)}={list(pool.ranks_per_node)}; choose other sizes",
+            f" {ranks_key(name)}={shown(pool.ranks_per_node)}; choose other sizes",
             (f"{key}.engine", ranks_key(name)),
         )
     elif (rows := config.algorithm.scored_rows(config.data.batch_size, config.rows_per_step)) < engines:

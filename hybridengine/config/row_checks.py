@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hybridengine.config.algorithm import Conflict, Role
 from hybridengine.config.run_config import RunConfig, model_holders, ranks_key, reward_sections
+from hybridengine.errors import shown
 
 
 def row_conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -60,7 +61,7 @@ def _rows_for_every_rank(config: RunConfig) -> Iterator[Conflict]:
         if num_rows < pool.num_ranks:
             what = "computes on" if role == "actor" else f"calls the scorers of {role} for"
             yield Conflict(
-                f"each of the {pool.num_ranks} ranks of {key}={list(pool.ranks_per_node)} {what} rows of its own, and"
+                f"each of the {pool.num_ranks} ranks of {key}={shown(pool.ranks_per_node)} {what} rows of its own, and"
                 f" {_rows_text(config)} leave {num_rows} for all of them; raise data.batch_size, or take fewer ranks",
                 (*_row_keys(config), key),
             )

@@ -207,6 +207,18 @@ class RunConfig(Section):
         return tuple(map(tuple, nodes))
 
     @property
+    def started_pools(self) -> dict[str, tuple[int, ...]]:
+        """Ranks on each node by pool, as a run starts them: every engine of the role generation has a pool of its own,
+        NAME.0 and so on."""
+        found = dict[str, tuple[int, ...]]()
+        for name, pool in self.pools.items():
+            if "generation" in pool.roles:
+                found |= {f"{name}.{number}": ranks for number, ranks in enumerate(self.engines)}
+            else:
+                found[name] = pool.ranks_per_node
+        return found
+
+    @property
     def max_tokens(self) -> int:
         """T = P + R: the width of a prompt and its response; of rows of the data, their largest number of tokens."""
         if not self.algorithm.generates:

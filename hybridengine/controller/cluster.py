@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ from ray._private import services
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from hybridengine.errors import ConfigError, WorkerError
-from hybridengine.topology.nodes import choose_nodes
+from hybridengine.errors import ConfigError, WorkerError, shown
+from hybridengine.topology.nodes import choose_nodes, order_pools
 
 QUIET_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -242,11 +243,46 @@ def capacity_problems(
     each = f"{cpus_per_rank} CPU" + (" and 1 GPU" if use_gpus else "")
     without = "; cluster.device=cpu trains without GPUs" if use_gpus else ""
     return [
-        f"ranks_per_node={list(ranks_per_node)} needs {sum(ranks_per_node)} ranks on {len(ranks_per_node)} nodes"
-        f" ({each} each), but the cluster has room for {sorted(rooms, reverse=True)} ranks per node:"
+        f"ranks_per_node={shown(ranks_per_node)} needs {sum(ranks_per_node)} ranks on {len(ranks_per_node)} nodes"
+        f" ({each} each), but the cluster has room for {shown(sorted(rooms, reverse=True))} ranks per node:"
         f" {_listing(offers)}; choose smaller parallel sizes, or start the cluster with more nodes, CPUs or"
         f" GPUs{without}"
     ]
+
+
+def place_pools(
+    pools: Mapping[str, Sequence[int]], offers: Sequence[NodeOffer], use_gpus: bool
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the node of each rank by pool, placed as in a run, and the reasons why pools do not fit.
+
+    Pools NAME.0, NAME.1 ... are engines, whose ranks are together those of NAME.
+    """
+    rooms = [offer.num_ranks(1, use_gpus) for offer in offers]
+    names, places = list(pools), dict[str, list[str]]()
+    misfits = list[str]()
+    for place in order_pools(list(pools.values()), rooms):
+        pool = pools[names[place]]
+        problems = capacity_problems(pool, 1, use_gpus, offers)
+        nodes = choose_nodes(pool, rooms)
+        if problems or nodes is None:
+            misfits += problems or [
+                f"ranks_per_node={shown(pool)} finds no room beside the ranks of the other pools; put roles on the"
+                " same pool, or start the cluster with more nodes, CPUs or GPUs"
+            ]
+            continue
+        places[names[place]] = []
+        for node, count in zip(nodes, pool, strict=True):
+            rooms[node] -= count
+            places[names[place]] += [offers[node].address] * count
+    found, unplaced = defaultdict[str, list[str]](list), {_configured(name) for name in {*names} - {*places}}
+    for name in names:
+        found[_configured(name)] += places.get(name, [])
+    return {name: nodes for name, nodes in found.items() if name not in unplaced}, misfits
+
+
+def _configured(pool: str) -> str:
+    """Return the pool of the configuration that a started pool is, or whose engine it is."""
+    return pool.partition(".")[0]
 
 
 def _listing(offers: Sequence[NodeOffer]) -> str:

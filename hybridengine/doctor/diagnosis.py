@@ -29,7 +29,9 @@ class Diagnosis:
 
 
 def diagnose(folder: str, nodes: Collection[str]) -> Diagnosis:
-    """Return what is wrong now with the nodes of a run and the links between them; takes two minutes at most.
+    """Return what is wrong now with the nodes of a run and the links between them; takes seconds if all nodes answer.
+
+    Each question to the nodes has a time limit, ASK_LIMIT_S, and that about links TRY_LIMIT_S more for each node.
 
     Args:
         folder: the run's folder, which every node writes to.

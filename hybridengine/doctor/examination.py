@@ -57,7 +57,6 @@ from hybridengine.doctor.posts import ASK_LIMIT_S, Posts, try_links
 from hybridengine.errors import ConfigError, HybridEngineError
 from hybridengine.formatting import format_bytes, format_seconds
 from hybridengine.rows.protocols import ONE_TO_ALL, RankContext, register
-from hybridengine.topology.nodes import choose_nodes, order_pools
 from hybridengine.topology.sizes import TrainSizes
 
 START_LIMIT_S = 120.0
@@ -79,7 +78,7 @@ def examine_cluster(needs: RunNeeds, own: NodeFacts, say: Say) -> list[Finding]:
     here = ray.get_runtime_context().get_node_id()
     own = replace(own, node=next((one.address for one in offers if one.node_id == here), own.node))
     rooms = {offer.address: offer.num_ranks(1, use_gpus) for offer in offers}
-    places, misfits = ranks_on_nodes(needs.pools, offers, use_gpus)
+    places, misfits = cluster.place_pools(needs.started, offers, use_gpus)
     offers, spare = nodes_of_run(offers, own.node, {} if misfits else places)
     if spare:
         say(f"not examining {', '.join(spare)}: no rank of the run will be there")
@@ -136,30 +135,6 @@ def _without_answer(here: str, ways: Mapping[str, LinkFacts]) -> Iterator[Findin
         if way.error:
             text = f"the node does not answer: {here} cannot connect to it ({way.error})"
             yield problem(Subject.PORTS, text, remedy, node)
-
-
-def ranks_on_nodes(
-    pools: Mapping[str, Sequence[int]], offers: Sequence[cluster.NodeOffer], use_gpus: bool
-) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the node of each rank by pool, placed as in a run, and the reasons why pools do not fit."""
-    rooms = [offer.num_ranks(1, use_gpus) for offer in offers]
-    names, places = list(pools), dict[str, list[str]]()
-    misfits = list[str]()
-    for place in order_pools(list(pools.values()), rooms):
-        pool = pools[names[place]]
-        problems = cluster.capacity_problems(pool, 1, use_gpus, offers)
-        nodes = choose_nodes(pool, rooms)
-        if problems or nodes is None:
-            misfits += problems or [
-                f"ranks_per_node={list(pool)} finds no room beside the ranks of the other pools; put roles on the"
-                " same pool, or start the cluster with more nodes, CPUs or GPUs"
-            ]
-            continue
-        places[names[place]] = []
-        for node, count in zip(nodes, pool, strict=True):
-            rooms[node] -= count
-            places[names[place]] += [offers[node].address] * count
-    return places, misfits
 
 
 def nodes_of_run(

@@ -48,6 +48,8 @@ class RunNeeds:
     """Device in the configuration: auto, cpu or cuda."""
     pools: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Ranks of each pool on each node, the actor's pool first; empty without a configuration."""
+    started: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The same, as the run starts them: every engine of the role generation has a pool of its own."""
     budgets: Mapping[bool, Mapping[str, Sequence[Budget]]] = field(default_factory=dict)
     """Memory of each rank by pool, without GPUs (False) and with them."""
     kept_bytes: int = 0

@@ -101,7 +101,7 @@ def rayjob(job: RayJob) -> dict[str, Any]:
     A failed run is started again on new pods up to `retries` times, and resumes from its last checkpoint.
     """
     labels = {"kueue.x-k8s.io/queue-name": job.queue} if job.queue else {}
-    groups = Counter(job.shape.ranks)
+    groups = Counter(job.shape.rooms)
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",

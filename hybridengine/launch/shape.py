@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridengine.config import RunConfig, load_config
@@ -24,6 +24,8 @@ class Shape:
     """Ranks of all pools on each node, most first."""
     num_gpus: int
     """GPUs of a node that the scheduler is asked for; 0 for runs on CPUs."""
+    rooms: tuple[int, ...]
+    """Number of ranks for which each node needs room, so that pools fit in whatever order the nodes come."""
 
     @property
     def num_nodes(self) -> int:
@@ -57,6 +59,7 @@ def shape_of(config: RunConfig, gpus_per_node: int | None = None, cpus_per_node:
             `gpus_per_node` is given to a run on CPUs.
     """
     pools = {name: tuple(pool.ranks_per_node) for name, pool in config.pools.items()}
+    started = list(config.started_pools.values())
     if gpus_per_node and config.cluster.device == "cpu":
         raise ConfigError(
             f"--gpus-per-node {gpus_per_node} does not go with cluster.device=cpu, whose ranks need no GPUs; leave one of"
@@ -70,7 +73,8 @@ def shape_of(config: RunConfig, gpus_per_node: int | None = None, cpus_per_node:
                 " smaller numbers in ranks_per_node, or nodes with more GPUs"
             )
     uses_gpus = config.cluster.device == "cuda" or bool(gpus_per_node)
-    shape = Shape(ranks_on_nodes(pools, room), room if uses_gpus else 0)
+    ranks = ranks_on_nodes(started, room)
+    shape = Shape(ranks, room if uses_gpus else 0, rooms_of(started, ranks))
     if cpus_per_node and cpus_per_node < shape.most_ranks:
         raise ConfigError(
             f"--cpus-per-node {cpus_per_node} is too small for {shape.most_ranks} ranks on a node, each of which takes"
@@ -79,9 +83,11 @@ def shape_of(config: RunConfig, gpus_per_node: int | None = None, cpus_per_node:
     return shape
 
 
-def ranks_on_nodes(pools: Mapping[str, Sequence[int]], room: int) -> tuple[int, ...]:
-    """Return the ranks on each of the fewest nodes with `room` for ranks on which all pools fit, most first."""
-    sizes = list(pools.values())
+def ranks_on_nodes(sizes: Sequence[Sequence[int]], room: int) -> tuple[int, ...]:
+    """Return the ranks on each of the fewest nodes with `room` for ranks on which all pools fit, most first.
+
+    Pools are given as ranks per node.
+    """
     fewest = max(max(map(len, sizes)), -(-sum(map(sum, sizes)) // room))
     for num_nodes in range(fewest, sum(map(len, sizes)) + 1):
         rooms = [room] * num_nodes
@@ -89,6 +95,14 @@ def ranks_on_nodes(pools: Mapping[str, Sequence[int]], room: int) -> tuple[int, 
         if left is not None:
             return tuple(sorted((room - free for free in left if free < room), reverse=True))
     raise AssertionError("every pool fits on nodes of its own")
+
+
+def rooms_of(sizes: Sequence[Sequence[int]], ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the number of ranks for which each node needs room, so that pools fit in whatever order the nodes come.
+
+    A pool alone does so on nodes with its numbers of ranks, as its largest ones choose first; several do on equal nodes.
+    """
+    return ranks if len(sizes) == 1 else (ranks[0],) * len(ranks)
 
 
 def launched_config(path: str, overrides: Sequence[str]) -> RunConfig:

@@ -10,23 +10,27 @@ def choose_nodes(ranks_per_node: Sequence[int], rooms: Sequence[int]) -> list[in
 
     `rooms[n]` is the number of ranks that fit on node n, in node order. The largest entries choose first.
     """
-    chosen = dict[int, int]()
-    for position in sorted(range(len(ranks_per_node)), key=lambda index: -ranks_per_node[index]):
-        fitting = (n for n, room in enumerate(rooms) if room >= ranks_per_node[position])
-        node = next((n for n in fitting if n not in chosen.values()), None)
-        if node is None:
-            return None
-        chosen[position] = node
-    return [chosen[position] for position in range(len(ranks_per_node))]
+    chosen, taken = [0] * len(ranks_per_node), set[int]()
+    for ranks in sorted(set(ranks_per_node), reverse=True):
+        # Nodes are walked once for all entries of a size: thousands of entries have few sizes.
+        free = (node for node, room in enumerate(rooms) if room >= ranks and node not in taken)
+        for position in (place for place, wanted in enumerate(ranks_per_node) if wanted == ranks):
+            node = next(free, None)
+            if node is None:
+                return None
+            chosen[position] = node
+            taken.add(node)
+    return chosen
 
 
 def order_pools(pools: Sequence[Sequence[int]], rooms: Sequence[int]) -> list[int]:
     """Return the order in which pools, given as ranks per node, should choose among nodes with `rooms`.
 
-    The given order if all find room in it; otherwise pools with the most ranks on one node first, if that fits.
+    The given order if all find room in it; otherwise pools with the most ranks on one node first, and of those the ones
+    on the most nodes, if that fits.
     """
     as_given = list(range(len(pools)))
-    for order in (as_given, sorted(as_given, key=lambda pool: -max(pools[pool]))):
+    for order in (as_given, sorted(as_given, key=lambda pool: (-max(pools[pool]), -len(pools[pool])))):
         if rooms_left(pools, rooms, order) is not None:
             return order
     return as_given

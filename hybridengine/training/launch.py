@@ -18,7 +18,7 @@ from hybridengine.config.reward_sections import RewardSection
 from hybridengine.config.run_config import SCORERS
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.controller.call_log import call_log
-from hybridengine.controller.cluster import node_offers, start_ray
+from hybridengine.controller.cluster import node_offers, place_pools, start_ray
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.rewards import score_column
@@ -50,17 +50,6 @@ FUNCTION_WORKER = "workers.reward.RewardFunctionWorker"
 JUDGE_WORKER = "workers.judge.JudgeWorker"
 
 
-def pool_ranks(config: RunConfig) -> dict[str, tuple[int, ...]]:
-    """Return pool -> ranks on each node; every engine of the role generation has a pool of its own, NAME.0 ..."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name, pool in config.pools.items():
-        if "generation" in pool.roles:
-            found |= {f"{name}.{number}": ranks for number, ranks in enumerate(config.engines)}
-        else:
-            found[name] = pool.ranks_per_node
-    return found
-
-
 class RunPools:
     """Pools of a run; a context manager that ends their processes."""
 
@@ -80,11 +69,7 @@ class RunPools:
         self._use_gpus = use_gpus
         self._addresses = {offer.address for offer in offers}
         self._rooms = [offer.num_ranks(1, use_gpus) for offer in offers]
-        if len(config.pools) > 1 and config.num_ranks > sum(self._rooms):
-            raise ConfigError(
-                f"the pools want {config.num_ranks} ranks, and the cluster has room for {sum(self._rooms)}; put roles on"
-                " the same pool, or start the cluster with more nodes, CPUs or GPUs"
-            )
+        raise_all(place_pools(config.started_pools, offers, use_gpus)[1])
         self._pools = {
             name: ResourcePool(
                 ranks_per_node=ranks_per_node,
@@ -96,7 +81,7 @@ class RunPools:
                 start_timeout_s=config.timeouts.start_s,
                 timeout_s=config.timeouts.call_s,
             )
-            for name, ranks_per_node in pool_ranks(config).items()
+            for name, ranks_per_node in config.started_pools.items()
         }
 
     @property

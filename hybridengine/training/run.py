@@ -29,7 +29,7 @@ from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.responses import ResponseDataset
 from hybridengine.doctor.diagnosis import Diagnosis, diagnose
 from hybridengine.drivers.dataflow import check_functions
-from hybridengine.errors import HybridEngineError, OutputError, WorkerError, raise_all
+from hybridengine.errors import HybridEngineError, OutputError, WorkerError, raise_all, shown
 from hybridengine.formatting import format_bytes
 from hybridengine.machine import total_bytes
 from hybridengine.planning.budget import HOST_BYTES
@@ -286,7 +286,7 @@ def local_problems(config: RunConfig) -> list[str]:
     if config.cluster.address is not None or os.environ.get("RAY_ADDRESS"):
         return []
     problems = [
-        f"{ranks_key(name)}={list(pool.ranks_per_node)} needs {len(pool.ranks_per_node)} nodes, and this machine is one;"
+        f"{ranks_key(name)}={shown(pool.ranks_per_node)} needs {len(pool.ranks_per_node)} nodes, and this machine is one;"
         " give one number, or join a cluster with cluster.address"
         for name, pool in config.pools.items()
         if len(pool.ranks_per_node) > 1

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import ray
 
+from hybridengine.config import load_config
 from hybridengine.controller.cluster import (
     NodeOffer,
     capacity_problems,
@@ -21,8 +22,9 @@ from hybridengine.controller.cluster import (
 from hybridengine.controller.failures import RankFailedError
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
-from hybridengine.errors import ProtocolError, WorkerError
+from hybridengine.errors import ConfigError, ProtocolError, WorkerError
 from hybridengine.topology.nodes import choose_nodes, order_pools
+from hybridengine.training.launch import RunPools
 from tests.full.probe_workers import ProbeWorker, batch_of
 
 
@@ -202,6 +204,17 @@ def _all_find_nodes(pools: Sequence[Sequence[int]], order: Sequence[int], rooms:
         for node, ranks in zip(nodes, pools[pool], strict=True):
             left[node] -= ranks
     return True
+
+
+def test_pools_that_do_not_fit_side_by_side_are_refused_before_they_start(ray_cluster: int) -> None:
+    """Each engine alone would find room; waiting for other jobs would be in vain."""
+    changes = [f"cluster.pools.engines.ranks_per_node=[{ray_cluster - 1}]", "data.batch_size=88"]
+    config = load_config("configs/async-ppo.yaml", changes)
+    assert config.num_ranks == ray_cluster + 1
+    with pytest.raises(
+        ConfigError, match=r"ranks_per_node=\[1\] finds no room beside the ranks of the other"
+    ):
+        RunPools(config)
 
 
 def test_pools_take_the_first_nodes_that_have_room() -> None:

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from hybridengine.controller.cluster import NodeOffer
-from hybridengine.doctor.examination import nodes_of_run, ranks_on_nodes
+from hybridengine.controller.cluster import NodeOffer, place_pools
+from hybridengine.doctor.examination import nodes_of_run
 
 
 def test_ranks_go_to_nodes_as_runs_place_them() -> None:
     offers = [NodeOffer("a", 4, 0), NodeOffer("b", 8, 0)]
-    places, misfits = ranks_on_nodes({"main": (4, 4), "critic": (2,)}, offers, False)
+    places, misfits = place_pools({"main": (4, 4), "critic": (2,)}, offers, False)
     assert places == {"main": ["a"] * 4 + ["b"] * 4, "critic": ["b"] * 2} and not misfits
-    assert ranks_on_nodes({}, offers, False) == ({}, [])
-    _, misfits = ranks_on_nodes({"main": (4, 4), "critic": (6,)}, offers, False)
+    assert place_pools({}, offers, False) == ({}, [])
+    _, misfits = place_pools({"main": (4, 4), "critic": (6,)}, offers, False)
     assert misfits[0].startswith("ranks_per_node=[6] finds no room beside the ranks of the other pools; ")
-    _, misfits = ranks_on_nodes({"main": (9,)}, offers, False)
+    _, misfits = place_pools({"main": (9,)}, offers, False)
     assert misfits[0].startswith("ranks_per_node=[9] needs 9 ranks on 1 nodes")
+
+
+def test_engines_are_placed_one_by_one_and_judged_together() -> None:
+    offers = [NodeOffer(name, 2, 0) for name in "abc"]
+    pools = {"main": (2,), "engines.0": (1,), "engines.1": (1,)}
+    places, misfits = place_pools(pools, offers, False)
+    assert (places, misfits) == ({"main": ["a"] * 2, "engines": ["b"] * 2}, [])
+    places, misfits = place_pools({**pools, "critic": (1, 1)}, offers, False)
+    assert places == {"main": ["a"] * 2, "critic": ["b", "c"], "engines": ["b", "c"]} and not misfits
+    places, (misfit,) = place_pools({**pools, "engines.2": (2,), "critic": (1,)}, offers, False)
+    assert misfit.startswith("ranks_per_node=[1] ") and "engines" in places
+    assert "engines" not in place_pools({**pools, "engines.2": (2, 2)}, offers, False)[0]
 
 
 def test_nodes_without_ranks_of_the_run_are_not_examined() -> None:
     """Their faults keep no run from working; the controller is on this machine."""
     offers = [NodeOffer("head", 0, 0), NodeOffer("a", 4, 0), NodeOffer("b", 4, 0), NodeOffer("spare", 4, 0)]
-    places, _ = ranks_on_nodes({"main": (4,), "critic": (4,)}, offers, False)
+    places, _ = place_pools({"main": (4,), "critic": (4,)}, offers, False)
     examined, spare = nodes_of_run(offers, "head", places)
     assert ([one.address for one in examined], spare) == (["head", "a", "b"], ["spare"])
     assert nodes_of_run(offers, "spare", places)[1] == ["head"]

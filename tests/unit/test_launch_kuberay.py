@@ -163,6 +163,19 @@ def test_nodes_with_other_numbers_of_ranks_are_another_group(
     assert len({group["groupName"] for group in groups}) == 2
 
 
+def test_pods_of_several_pools_are_equal(capsys: pytest.CaptureFixture[str]):
+    """Kubernetes chooses their addresses, by which pools choose: in most orders a pod with fewer GPUs fits no pool."""
+    pools = (
+        "{a: {roles: [critic], ranks_per_node: [1]}, b: {roles: [reference, reward], ranks_per_node: [2,2]}}"
+    )
+    changes = ["cluster.ranks_per_node=[2]", f"cluster.pools={pools}", "cluster.device=cuda"]
+    sizes = ["actor.parallel=1-1-2", "critic.parallel=1-1-1", "reference.parallel=1-1-4"]
+    job = rendered(capsys, "configs/arithmetic.yaml", *changes, *sizes, *NEEDED)
+    (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert (group["replicas"], limits["nvidia.com/gpu"]) == (4, "2")
+
+
 def test_the_schema_refuses_what_kuberay_does_not_know(
     capsys: pytest.CaptureFixture[str], validator: jsonschema.Draft4Validator
 ):
