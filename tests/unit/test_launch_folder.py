@@ -100,7 +100,7 @@ def test_a_run_goes_on_while_its_folder_fails(
     monkeypatch.setattr(Path, "exists", looked_for)
     monkeypatch.setattr(node, "RayNode", NoRay)
     monkeypatch.setattr(Lead, "_wait_for_nodes", lambda *_: None)
-    monkeypatch.setattr(Lead, "_lost", lambda *_: [])
+    monkeypatch.setattr(Lead, "_lost", lambda *_: ["b"])  # of a run that was asked to stop it does not matter
     real = node.fated
     monkeypatch.setattr(node, "fated", lambda c, **settings: real([c[0], "-c", *command], **settings))
     for name in ("read", "write_token"):

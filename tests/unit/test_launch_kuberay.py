@@ -163,6 +163,20 @@ def test_nodes_with_other_numbers_of_ranks_are_another_group(
     assert len({group["groupName"] for group in groups}) == 2
 
 
+def test_ranks_are_on_worker_pods_alone(capsys: pytest.CaptureFixture[str]):
+    """Ray counts the CPUs of a pod by itself: those of the head would be taken for ranks."""
+    spec = rendered(capsys, "configs/async-grpo.yaml", *NEEDED, "--env", "NCCL_DEBUG=INFO")["spec"]
+    assert spec["shutdownAfterJobFinishes"] is True
+    cluster = spec["rayClusterSpec"]
+    head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    assert head["rayStartParams"] == {"num-cpus": "0", "num-gpus": "0"}
+    assert (workers["rayStartParams"], workers["replicas"]) == ({"num-cpus": "2"}, 2)
+    for group in (head, workers):
+        (container,) = group["template"]["spec"]["containers"]
+        variables = {one["name"]: one["value"] for one in container["env"]}
+        assert variables["NCCL_DEBUG"] == "INFO" and variables["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
 def test_pods_of_several_pools_are_equal(capsys: pytest.CaptureFixture[str]):
     """Kubernetes chooses their addresses, by which pools choose: in most orders a pod with fewer GPUs fits no pool."""
     pools = (

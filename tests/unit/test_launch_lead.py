@@ -1,0 +1,83 @@
+"""How the first node of a launch carries out the run, without Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridengine.launch import node
+from hybridengine.launch.meeting import Meeting
+from hybridengine.launch.node import Lead
+from hybridengine.launch.ray_node import token_environment
+from hybridengine.launch.stopping import Stopping
+from tests.unit.test_launch_node import task_of
+
+SAVES = (
+    "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print(flush=True); time.sleep(60)"
+)
+HANGS = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+
+
+def lead_of(folder: Path, said: list[str]) -> Lead:
+    stopping = Stopping(leads=True, attached=False, say=said.append)
+    return Lead(task_of(folder, 0, "a"), Meeting(folder, print), stopping, said.append)
+
+
+def started(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Let a Python program take the place of the run, and wait until it takes signals."""
+    real = node.fated
+
+    def fated(command: list[str], **settings: Any) -> subprocess.Popen[bytes]:
+        process = real([command[0], "-c", program], stdout=subprocess.PIPE, **settings)
+        assert process.stdout is not None
+        process.stdout.readline()
+        return process
+
+    monkeypatch.setattr(node, "fated", fated)
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_run_waits_until_an_earlier_attempt_frees_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    held = [True, True, False]
+    monkeypatch.setattr(node, "is_locked", lambda file: file == tmp_path / "run.lock" and held.pop(0))
+    monkeypatch.setattr(node, "LOCK_POLL_S", 0.01)
+    started(monkeypatch, "print()")
+    said = list[str]()
+    assert lead_of(tmp_path, said)._run("127.0.0.1:1", os.environ) == 0
+    assert not held
+    assert said == [
+        f"waiting for 750 s at most until an earlier attempt, or another run, frees {tmp_path}/run.lock"
+    ]
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize(("program", "status"), [(SAVES, 7), (HANGS, 128 + signal.SIGKILL)])
+def test_a_run_without_a_launcher_saves_its_step_within_the_limit(
+    program: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(node, "SAVE_LIMIT_S", 1.0 if program == HANGS else 60.0)
+    started(monkeypatch, program)
+    lead = lead_of(tmp_path, [])
+    lead._stopping.is_cut_off = True
+    monkeypatch.setattr(Lead, "_wait_for_lock", lambda _: None)
+    assert lead._run("127.0.0.1:1", os.environ) == status
+
+
+def test_ray_asks_for_the_token_of_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also where the user's environment says otherwise."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+        monkeypatch.setenv(name, "disabled")
+    environment = token_environment(tmp_path / "token", "10.0.0.1")
+    assert {
+        key: value for key, value in environment.items() if key.startswith(("RAY_AUTH", "RAY_ADDRESS"))
+    } == {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),
+    }
