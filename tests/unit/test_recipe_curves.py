@@ -63,8 +63,11 @@ def test_every_recipe_loads_and_fits_two_cores(name: str) -> None:
     assert config.data.environment is not None and config.checkpoint.every == 0
 
 
-def test_three_tasks_of_reasoning_gym_and_one_of_several_turns() -> None:
-    environments = [recipe(name).data.environment for name in NAMES if not name.startswith("gemma")]
+def test_three_tasks_of_reasoning_gym_and_one_of_several_turns_for_each_model() -> None:
+    first = [name for name in NAMES if not name.startswith("gemma")]
+    assert sorted(NAMES) == sorted([*first, *(f"gemma-{name}" for name in first)])
+    environments = [recipe(name).data.environment for name in first]
+    assert environments == [recipe(f"gemma-{name}").data.environment for name in first]
     names = [one.name.partition("/")[0] for one in environments if one is not None]
     assert sorted(names) == ["gymnasium", *["reasoning_gym"] * 3]
 
