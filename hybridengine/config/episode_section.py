@@ -60,7 +60,7 @@ class EpisodeSection(Section):
     deadline_s: Seconds = 600.0
     """Time limit of one response, from its last start."""
     blocked_s: Seconds = 30.0
-    """Time for which a function may keep the others of its process from running, by code that awaits nothing."""
+    """Longest time for which code of one response's function may run without awaiting anything."""
     memory_bytes: ProcessBytes | None = None
     """Memory limit of one process, at least 128MiB; none by default."""
     on_failure: Literal["drop", "fail"] = "drop"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from hybridengine.environments.environment import Prompt, constructed, meant, settings_of, system_message
@@ -54,6 +55,8 @@ class ReasoningGym:
         self._settings = settings_of(Settings, settings)
         self._datasets: dict[tuple[int, int], Any] = {}
         self._dataset(0, 1)
+        # Some datasets take seconds for an entry, which all samples of a prompt share.
+        self._entry = lru_cache(256)(lambda seed, size, index: self._dataset(seed, size)[index])
 
     def prompts(self, seed: int, count: int) -> Iterator[Prompt]:
         seed *= SEED_STRIDE
@@ -68,7 +71,7 @@ class ReasoningGym:
         from reasoning_gym.utils import extract_answer
 
         source = self._dataset(answer["seed"], answer["size"])
-        entry = source[answer["index"]]
+        entry = self._entry(answer["seed"], answer["size"], answer["index"])
         tries, score = 0, 0.0
         with contextlib.suppress(LimitError):  # it is cut off, and its last answer counts
             while score < SOLVED and tries < self._settings.tries:

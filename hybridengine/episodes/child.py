@@ -31,6 +31,8 @@ MAX_TEXT = 4000
 """Characters of an error's text that are sent."""
 LOOK_S = 0.2
 """Time between two looks of the watch at the loop."""
+MOST_LOOK_S = 5 * LOOK_S
+"""Most time that one look counts: a process that was stopped for longer has not been blocked by an episode."""
 
 Function = Callable[[Client, Row], Awaitable[object]]
 
@@ -43,8 +45,8 @@ def serve(channel: socket.socket) -> None:
 class _Episodes:
     """Episodes of one process.
 
-    Lines from the rank: `load`, once; `begin`, `drawn` and `drop` of an episode. Lines to it: `loaded`, `wrong`, or
-    `version` where this is not the rank's; then `wanted` and `ended` of an episode.
+    Lines from the rank: `load`, once; `begin`, `drawn` and `drop` of an episode; `ping`. Lines to it: `loaded`, `wrong`,
+    or `version` where this is not the rank's; then `wanted` and `ended` of an episode, `blocked`, and `alive` for `ping`.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -53,7 +55,8 @@ class _Episodes:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._answers: dict[int, tuple[Wanted, asyncio.Future[DrawnTurn]]] = {}
         """The turn that each episode wants, and its future."""
-        self._seen_s = time.monotonic()
+        self._has_iterated = threading.Event()
+        """Set by an iteration of the loop, cleared at each look of the watch."""
 
     async def run(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -70,7 +73,10 @@ class _Episodes:
         kinds = {"load": self._load, "begin": self._begin, "drawn": self._drawn, "drop": self._drop}
         while (text := lines.readline()).endswith(b"\n"):
             kind, content = json.loads(text)
-            self._loop.call_soon_threadsafe(kinds[kind], content)
+            if kind == "ping":  # answered by this thread: what blocks the loop alone is not silent
+                self._send("alive", None)
+            else:
+                self._loop.call_soon_threadsafe(kinds[kind], content)
         self._loop.call_soon_threadsafe(self._closed.set)
 
     def _write(self) -> None:
@@ -78,13 +84,22 @@ class _Episodes:
             self._channel.sendall(self._out.get())
 
     def _watch(self) -> None:
-        """Tell the rank of an episode that does not let the loop run; the rank then ends this process."""
+        """Tell the rank of code that awaits nothing for too long; the rank then ends this process.
+
+        Only the code of one task counts, without a pause: it is the same if the task is still running at the next look,
+        and no iteration of the loop has begun since.
+        """
+        last, blocked_s, looked_s = None, 0.0, time.monotonic()
         while True:
-            self._loop.call_soon_threadsafe(self._note_time)
+            self._has_iterated.clear()
+            self._loop.call_soon_threadsafe(self._has_iterated.set)
             time.sleep(LOOK_S)
-            if time.monotonic() - self._seen_s < self._limits.blocked_s + LOOK_S:
+            task, now_s = asyncio.current_task(self._loop), time.monotonic()
+            is_same = task is last and not self._has_iterated.is_set()
+            blocked_s = blocked_s + min(now_s - looked_s, MOST_LOOK_S) if is_same else 0.0
+            last, looked_s = task, now_s
+            if blocked_s < self._limits.blocked_s:
                 continue
-            task = asyncio.current_task(self._loop)
             number = next((number for number, one in self._tasks.items() if one is task), None)
             faulthandler.dump_traceback(file=2)
             text = (
@@ -93,9 +108,6 @@ class _Episodes:
             )
             self._send("blocked", {"number": number, "text": text})
             return
-
-    def _note_time(self) -> None:
-        self._seen_s = time.monotonic()
 
     def _send(self, kind: str, content: Any) -> None:
         self._out.put(line(kind, content))
@@ -127,7 +139,6 @@ class _Episodes:
             )  # libraries fail in many ways without memory
             self._send("wrong", f"raised {_described(error)} when it was imported; correct the module{also}")
             return
-        self._note_time()
         threading.Thread(target=self._watch, daemon=True).start()
         self._send("loaded", VERSION)
 

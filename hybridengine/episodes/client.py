@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -208,7 +209,10 @@ class Client:
         wanted = Wanted(self._number, len(self._turns), [*self._added], most, ends, stops)
         self._is_drawing = True
         try:
-            drawn = self._replayed(wanted) or await self._ask(wanted)
+            if (drawn := self._replayed(wanted)) is None:
+                drawn = await self._ask(wanted)
+            else:
+                await asyncio.sleep(0)  # others run between two turns here as well
         finally:
             self._is_drawing = False
         self._tokens += drawn.token_ids

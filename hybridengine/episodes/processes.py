@@ -24,6 +24,10 @@ MOST_ENDS = 2
 """Ends of processes in which an episode was alone, at which it fails: a single one may have had another reason."""
 GRACE_S = 30.0
 """Time after its deadline in which an episode ends by itself."""
+PING_S = 1.0
+"""Time after which a process that says nothing is asked whether it runs."""
+SILENT_GRACE_S = 10.0
+"""Time beyond `blocked_s` in which it answers, also on a busy machine."""
 SEND_TIMEOUT_S = 30.0
 """Time limit for a process to read a line."""
 LINE_BYTES = 2**26
@@ -59,6 +63,8 @@ class _Process:
     """True while it runs a group of suspects, and no other episodes."""
     is_stuck: bool = False
     """True if it reads no lines."""
+    silent_s: float = 0.0
+    """Time for which it has said nothing while this rank listened."""
 
     def send(self, kind: str, content: Any) -> None:
         """Send a line; a process that has ended is noticed when it is read."""
@@ -91,6 +97,7 @@ class Episodes:
         """Groups that wait for an idle process."""
         self._keys = itertools.count()
         self._ended: list[Ended] = []
+        self._listened_s = time.monotonic()
 
     def start(self) -> None:
         """Start the processes; raise DataError if the function cannot be loaded in time."""
@@ -133,12 +140,20 @@ class Episodes:
         """
         self._fill()
         events: list[Wanted | Ended] = []
-        ready, _, _ = select.select([one.guarded.channel for one in self._processes], [], [], timeout_s)
+        poll = select.poll()  # `select.select` refuses file descriptors from 1024 on
+        for process in self._processes:
+            poll.register(process.guarded.channel, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(timeout_s * 1000)}
+        now_s = time.monotonic()
+        # Not all of the time in which this rank did something else, or the machine was stopped.
+        passed_s, self._listened_s = min(now_s - self._listened_s, SILENT_GRACE_S), now_s
         for place, process in enumerate(self._processes):
-            if process.guarded.channel in ready:
+            if process.guarded.channel.fileno() in ready:
                 events += self._read(place, process)
             elif process.is_stuck:
                 self._replace(place, process, "its process did not react, and was ended", has_suspects=True)
+            else:
+                self._note_silence(place, process, passed_s)
         self._end_late()
         events += self._ended
         self._ended = []
@@ -223,15 +238,36 @@ class Episodes:
         episode.process.send("drawn", drawn)
 
     def _end_late(self) -> None:
-        """Fail episodes that their processes have not ended at their deadline, and replace these processes."""
+        """Fail episodes that their processes have not ended at their deadline, and replace these processes.
+
+        The episodes of a process that is silent are not all at fault: `_note_silence` finds the one that is.
+        """
         latest_s = time.monotonic() - self._limits.deadline_s - GRACE_S
         for place, process in enumerate(self._processes):
+            if process.silent_s >= PING_S:
+                continue
             late = [one for one in process.running.values() if one.begun_s < latest_s]
             for episode in late:
                 self._fail(episode, "deadline", f"it went on after deadline_s={self._limits.deadline_s:g} s")
             if late:
                 text = "its process did not end an episode at its deadline, and was ended"
                 self._replace(place, process, text, has_suspects=False)
+
+    def _note_silence(self, place: int, process: _Process, passed_s: float) -> None:
+        """Ask a silent process for a line; replace one that has not answered for `blocked_s` and a grace.
+
+        Code that holds Python's lock (GIL) keeps all of its process's threads from running, and so from answering.
+        """
+        before_s, process.silent_s = process.silent_s, process.silent_s + passed_s
+        if before_s < PING_S <= process.silent_s:
+            process.send("ping", None)
+        elif process.silent_s >= PING_S + self._limits.blocked_s + SILENT_GRACE_S:
+            text = (
+                f"its process did not answer for {process.silent_s:.0f} s (blocked_s={self._limits.blocked_s:g}), as when"
+                " code that awaits nothing holds Python's lock (a regular expression does), and was ended; call such"
+                " code by run_process"
+            )
+            self._replace(place, process, text, has_suspects=True, kind="blocked")
 
     def _read(self, place: int, process: _Process) -> list[Wanted | Ended]:
         """Return what a process says; start another one in its place if it has ended."""
@@ -240,6 +276,7 @@ class Episodes:
             part = process.guarded.channel.recv(2**20)
         except OSError:  # of TCP: also TimeoutError, for a host that has gone without a word
             part = b""
+        process.silent_s = 0.0
         process.received += part
         *lines, rest = process.received.split(b"\n")
         process.received = rest
@@ -248,6 +285,8 @@ class Episodes:
             if kind == "blocked":
                 self._end_blocked(place, process, **content)
                 return events
+            if kind == "alive":
+                continue
             event = Wanted(**content) if kind == "wanted" else Ended(**content)
             if (episode := process.running.get(event.number)) is None:
                 continue  # dropped since
@@ -286,11 +325,14 @@ class Episodes:
             self._fail(process.running[number], "blocked", text)
         self._replace(place, process, text, has_suspects=number is None)
 
-    def _replace(self, place: int, process: _Process, text: str, *, has_suspects: bool) -> None:
+    def _replace(
+        self, place: int, process: _Process, text: str, *, has_suspects: bool, kind: str = "process"
+    ) -> None:
         """End a process, start another one in its place, and run its episodes again.
 
         Args:
             has_suspects: True if one of the episodes may be the reason, and it is not known which.
+            kind: failure of an episode that is the reason.
         """
         process.guarded.close()
         episodes = [*process.running.values()]
@@ -301,7 +343,7 @@ class Episodes:
             episode.process, episode.is_waiting = None, False
         self._processes[place] = self._started()
         if has_suspects and len(episodes) == 1:
-            self._end_alone(episodes[0], text)
+            self._end_alone(episodes[0], kind, text)
         elif has_suspects:
             half = len(episodes) // 2
             self._suspects += [group for group in (episodes[:half], episodes[half:]) if group]
@@ -310,13 +352,13 @@ class Episodes:
         else:
             self._queue.extendleft(reversed(episodes))
 
-    def _end_alone(self, episode: _Episode, text: str) -> None:
+    def _end_alone(self, episode: _Episode, kind: str, text: str) -> None:
         """Fail an episode that was alone in its process when this ended, or let it begin again, alone."""
         episode.num_ends += 1
         if episode.num_ends < MOST_ENDS:
             self._suspects.append([episode])
         else:
-            self._fail(episode, "process", f"{text}, {MOST_ENDS} times with no other episode in it")
+            self._fail(episode, kind, f"{text}, {MOST_ENDS} times with no other episode in it")
 
     def _fail(self, episode: _Episode, kind: str, text: str) -> None:
         self._forget(episode)

@@ -22,7 +22,7 @@ class Limits:
     deadline_s: float
     """Time limit of an episode from its start in this process."""
     blocked_s: float
-    """Time for which an episode may keep all others from running."""
+    """Time for which code of an episode may run without a pause."""
     metrics: list[str] = field(default_factory=list)
     """Names of the numbers that it may return."""
     needs_reward: bool = False
@@ -75,6 +75,7 @@ class Ended:
 
 
 _FIELDS = {kind.__name__: [one.name for one in fields(kind)] for kind in (Limits, DrawnTurn, Wanted, Ended)}
+_FIELDS |= {"ping": [], "alive": []}  # messages without content
 VERSION = f"{__version__} (messages {zlib.crc32(repr(_FIELDS).encode()):08x})"
 """Version of this project and of these messages, which must be that of the other side."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import time
@@ -65,6 +66,13 @@ async def does_what_the_answer_says(client: Client, row: Row) -> object:
             time.sleep(3600)
         case ["block"]:
             time.sleep(3600)
+        case ["pauses", times]:  # wait without awaiting, and draw a turn; so often
+            seconds, count = times.split()
+            for _ in range(int(count)):
+                time.sleep(float(seconds))
+                await client.generate(max_tokens=1)
+        case ["holds"]:  # all of Python, for longer than anyone waits
+            re.match(r"(a+)+$", "a" * 40 + "b")
         case ["nap"]:
             await asyncio.sleep(1)
         case ["abandon"]:

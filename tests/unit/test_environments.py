@@ -54,6 +54,20 @@ def test_a_right_answer_of_a_dataset_is_rewarded_and_a_wrong_one_as_the_dataset_
         assert source.score_answer(answer=entry["answer"], entry=entry) == 1.0
 
 
+def test_samples_of_a_prompt_share_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some datasets take seconds for one."""
+    environment = load_environment("reasoning_gym/chain_sum", {}, {})
+    first, second = first_prompts(environment, 2)
+    kind = type(reasoning_gym.create_dataset("chain_sum", seed=0, size=1))
+    made, make = list[int](), kind.__getitem__
+    monkeypatch.setattr(kind, "__getitem__", lambda self, index: made.append(index) or make(self, index))
+    rewards = [
+        play(environment, prompt, prompt.answer["answer"])[0].reward
+        for prompt in (first, second, first, second)
+    ]
+    assert (rewards, made) == ([1.0] * 4, [0, 1])
+
+
 def test_a_wrong_answer_may_be_corrected() -> None:
     environment = load_environment("reasoning_gym/chain_sum", {}, {"tries": 3, "feedback": "No."})
     (prompt,) = first_prompts(environment, 1)
