@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AddedToken, AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from hybridengine.data.chat import Chat
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer
