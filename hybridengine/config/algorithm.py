@@ -91,7 +91,8 @@ class CorrectionSection(Section):
 
 
 class OverlongSection(Section):
-    """Treatment of responses near `rollout.max_response_tokens`, at which generation stops."""
+    """Treatment of responses near `rollout.max_response_tokens`, at which generation stops. As for that limit, what an
+    environment adds to a response counts."""
 
     cache_tokens: CountOrZero = 0
     """Number of tokens before the maximum over which the score falls linearly; 0 punishes no response."""

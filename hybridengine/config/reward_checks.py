@@ -60,6 +60,12 @@ def _terms(config: RunConfig, name: str, section: RewardSection) -> Iterator[Con
             f" {here}, or leave {name}.terms out",
             (f"{name}.terms", *(f"{name}.{key}" for key in unread)),
         )
+    # With a teacher, scores may be metrics alone.
+    if not any(section.weights.values()) and "teacher" not in config.algorithm.roles:
+        yield Conflict(
+            f"{name}.terms have weights of 0 only, so that every score is 0; give one of them another weight",
+            tuple(f"{name}.terms.{term}.weight" for term in section.terms),
+        )
     for term in (*section.models, *section.judges):
         if f"{name}_{term}" in config.algorithm.roles:
             yield Conflict(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -12,6 +14,11 @@ from hybridengine.errors import DataError
 
 MARK = "0x5eed"
 """Text of an assistant's message in a template, to find what the template puts after it."""
+NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+"""Tokens that chat templates read by name."""
+PROBE = """  The  quick brown fox doesn't jump , at 1234567.89% - ÜBER naïve ﬁancés ! Щи да каша 東京は夜 สวัสดี مرحبا 👩‍🚀
+def f(x):\n\tif x >= 0.5 :\n        return {"a": [x, -1]}  # half\r\n\n\n"""
+"""Text whose tokens depend on how a tokenizer treats scripts, digits, blanks and code."""
 
 
 class Chat:
@@ -43,6 +50,30 @@ class Chat:
         """Return the text of a turn of the model without the special tokens that end it, if they are written in it."""
         ends = "|".join(map(re.escape, (self._turn_end, str(self._tokenizer.eos_token))))
         return re.sub(rf"(?:(?:{ends})\s*)+\Z", "", text)
+
+    def digests(self) -> dict[str, str]:
+        """Return digests of what decides tokens and texts, by its name; another one for a tokenizer that differs in it.
+
+        How a tokenizer splits, joins and adds is told by a fixed text: its settings are written in other words by other
+        classes and versions of transformers.
+        """
+        tokenizer = self._tokenizer
+        added = sorted(map(str, tokenizer.added_tokens_decoder.values()))
+        tokens = self.text_tokens(PROBE + "".join(f" {token} a{token}" for token in added))
+        parts = {
+            "vocabulary": sorted(tokenizer.get_vocab().items()),
+            "special tokens": [
+                self._special.texts,
+                *(str(getattr(tokenizer, name)) for name in NAMED_TOKENS),
+            ],
+            "chat template": tokenizer.chat_template,
+            "tokens of a text": tokens,
+            "text of tokens": self.decoded(tokens),
+        }
+        return {
+            name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
+            for name, part in parts.items()
+        }
 
     @cached_property
     def turn_end(self) -> list[int]:

@@ -13,7 +13,9 @@ class SpecialTokens:
     def __init__(self, tokenizer: Any) -> None:
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         special |= set(tokenizer.all_special_tokens)
-        self._pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
+        self.texts = sorted(special, key=lambda text: (-len(text), text))
+        """Longest first."""
+        self._pattern = re.compile("|".join(map(re.escape, self.texts)))
 
     def removed(self, text: str) -> str:
         """Return a text without special tokens."""

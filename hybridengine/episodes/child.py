@@ -23,7 +23,7 @@ from hybridengine import importing
 from hybridengine.data.chat import Chat
 from hybridengine.episodes import client as client_module
 from hybridengine.episodes.client import Client, EpisodeError, LimitError, Row, TokenLimitError
-from hybridengine.episodes.wire import VERSION, DrawnTurn, Ended, Limits, Wanted, line
+from hybridengine.episodes.wire import VERSION, DrawnTurn, Ended, Limits, RunTokenizer, Wanted, line
 from hybridengine.errors import DataError
 from hybridengine.guarded.guard import limit_memory
 
@@ -129,6 +129,8 @@ class _Episodes:
 
                 tokenizer = load_tokenizer(content["tokenizer"], pad_with_eos=True)
             self._chat = Chat(tokenizer)
+            if content["run_tokenizer"]:
+                check_tokenizer(self._chat, content["tokenizer"], RunTokenizer(**content["run_tokenizer"]))
         except DataError as error:
             self._send("wrong", str(error))
             return
@@ -211,6 +213,17 @@ def load_function(path: str) -> Function:
             f"cannot be called with (client, row): {error}; give it these two parameters"
         ) from None
     return function
+
+
+def check_tokenizer(chat: Chat, folder: str, run: RunTokenizer) -> None:
+    """Raise DataError if this host's tokenizer, of `folder`, gives other tokens or texts than the run's."""
+    own = chat.digests()
+    if differing := [name for name, digest in run.digests.items() if own.get(name) != digest]:
+        raise DataError(
+            f"has another tokenizer in {folder} than the run has in {run.folder} (other {', '.join(differing)}); give"
+            " `hybridengine episodes serve --tokenizer` a copy of the run's folder, and use the same version of"
+            " transformers"
+        )
 
 
 def _failure(error: BaseException, kind: str) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from hybridengine.data.chat import Chat
+from hybridengine.data.reward_child import LARGEST_SCORE
 from hybridengine.episodes.wire import DrawnTurn, Limits, Wanted
 from hybridengine.errors import DataError, shown
 
@@ -271,11 +273,11 @@ class Client:
     def check_result(self, returned: object) -> tuple[float | None, dict[str, float], list[bool]]:
         """Return the reward, the metrics and which turns are trained of what the function has returned.
 
-        Raises EpisodeError for what is none of `Result`, a finite number and None, and for turns that the model did not
-        draw.
+        Raises EpisodeError for what is none of `Result`, a finite number that a float32 can hold and None, and for turns
+        that the model did not draw.
         """
         if returned is None or isinstance(returned, numbers.Real):
-            returned = Result(None if returned is None else float(returned))
+            returned = Result(returned)  # type: ignore[arg-type]
         if not isinstance(returned, Result):
             raise EpisodeError(
                 f"it returned {shown(returned)}, a {type(returned).__name__}; return a Result, a number or None"
@@ -318,6 +320,9 @@ def _is_token(value: object, vocab_size: int) -> bool:
 
 
 def _finite(value: object, name: str) -> float:
-    if not isinstance(value, numbers.Real) or not abs(float(value)) < float("inf"):
-        raise EpisodeError(f"{name} of an episode is {shown(value)}; return a finite number")
-    return float(value)
+    with contextlib.suppress(OverflowError):  # oversized integers
+        if isinstance(value, numbers.Real) and abs(number := float(value)) <= LARGEST_SCORE:
+            return number
+    raise EpisodeError(
+        f"{name} of an episode is {shown(value)}; return a finite number that a float32 can hold"
+    )

@@ -11,11 +11,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from hybridengine.config.episode_section import EpisodeSection
+from hybridengine.data.chat import Chat
 from hybridengine.episodes.remote import RemoteProcess, read_key
-from hybridengine.episodes.wire import VERSION, DrawnTurn, Ended, Limits, Wanted, line
+from hybridengine.episodes.wire import VERSION, DrawnTurn, Ended, Limits, RunTokenizer, Wanted, line
 from hybridengine.errors import DataError
 from hybridengine.guarded.process import GuardedProcess
 
@@ -183,6 +185,7 @@ class Episodes:
             "limits": self._limits.__dict__,
             "options": section.options,
             "tokenizer": self._tokenizer,
+            "run_tokenizer": self._run_tokenizer,
             "memory_bytes": section.memory_bytes,
         }
         process.send("load", content)
@@ -205,10 +208,20 @@ class Episodes:
             )
         if kind != "loaded":
             process.guarded.close()
-            raise DataError(f"{key} {text}")
+            raise DataError(f"{key} on {place} {text}" if section.addresses else f"{key} {text}")
         process.guarded.note_group()
         process.guarded.channel.settimeout(SEND_TIMEOUT_S)
         return process
+
+    @cached_property
+    def _run_tokenizer(self) -> dict[str, Any] | None:
+        """The fields of `RunTokenizer`; None for processes that read the same folder by the same packages."""
+        if self._tokenizer is None or not (self._section.addresses or self._section.python):
+            return None
+        from hybridengine.data.tokenizer import load_tokenizer  # takes seconds
+
+        chat = Chat(load_tokenizer(self._tokenizer, pad_with_eos=True))
+        return RunTokenizer(self._tokenizer, chat.digests()).__dict__
 
     def _fill(self) -> None:
         """Begin groups of suspects on idle processes, then queued episodes, each on the process with the fewest."""

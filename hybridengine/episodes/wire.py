@@ -30,6 +30,16 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class RunTokenizer:
+    """The tokenizer of a run, for processes that may read another one."""
+
+    folder: str
+    """Its folder on the rank's host."""
+    digests: dict[str, str]
+    """What `Chat.digests` returns for it."""
+
+
+@dataclass(frozen=True)
 class DrawnTurn:
     """One turn of the model."""
 
@@ -74,7 +84,8 @@ class Ended:
     """Turn at which it failed."""
 
 
-_FIELDS = {kind.__name__: [one.name for one in fields(kind)] for kind in (Limits, DrawnTurn, Wanted, Ended)}
+_MESSAGES = (Limits, RunTokenizer, DrawnTurn, Wanted, Ended)
+_FIELDS = {kind.__name__: [one.name for one in fields(kind)] for kind in _MESSAGES}
 _FIELDS |= {"ping": [], "alive": []}  # messages without content
 VERSION = f"{__version__} (messages {zlib.crc32(repr(_FIELDS).encode()):08x})"
 """Version of this project and of these messages, which must be that of the other side."""

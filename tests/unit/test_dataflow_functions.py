@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from hybridengine.algorithms.across import ONE_PROCESS
+from hybridengine.algorithms.masking import response_mask
 from hybridengine.config.algorithm import CorrectionSection
 from hybridengine.drivers import advantages, online_dpo
 from hybridengine.drivers.advantages import counted_rows, rollout_metrics
@@ -22,6 +23,7 @@ from hybridengine.drivers.rloo import Rloo
 from hybridengine.drivers.roles import Roles
 from hybridengine.drivers.safe_rlhf import SafeRlhf
 from hybridengine.errors import ConfigError, DataError
+from hybridengine.rows.micro_batches import RESPONSE_MASK
 from hybridengine.rows.protocols import ROW_NUMBERS
 
 NUM_ROWS, WIDTH, SAMPLES = 8, 5, 4
@@ -215,6 +217,22 @@ def test_advantages_of_grpo_with_a_baseline_for_each_token(corrected: bool) -> N
                 mean = sum(scores[other] * w for other, w in known.items()) / sum(known.values())
                 expected[row].append(score - (mean if len(known) > 1 else 0.0))
     assert_rows(found["advantages"], expected)
+
+
+def test_lengths_of_episodes_are_those_of_their_own_tokens() -> None:
+    """Not of what the environment adds: with all tokens, response 0 would weigh most in its group."""
+    drawn = response_mask(ROWS["response_lengths"], WIDTH)
+    drawn[0, 1:] = False
+    drawn[5, ::2] = False
+    rows = ROWS.clone().update({RESPONSE_MASK: drawn})
+    algorithm = Grpo(baseline="length_weighted", normalize_std=False)
+    found = advantages.grpo(rows, ONE_PROCESS, algorithm, SAMPLES)
+    for first in range(0, NUM_ROWS, SAMPLES):
+        scores, counts = scores_of(first), drawn.sum(1).tolist()
+        mean = sum(counts[row] * score for row, score in scores.items()) / sum(counts[row] for row in scores)
+        for row, score in scores.items():
+            expected = [(score - mean) * flag for flag in drawn[row].tolist()]
+            assert found["advantages"][row].tolist() == pytest.approx(expected), row
 
 
 def test_advantages_of_grpo_make_up_for_equal_scores() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -115,6 +116,29 @@ def test_groups_of_grpo_include_stale_responses() -> None:
     assert torch.equal(found["advantages"], plain["advantages"])
     assert_trained(found, KEPT)
     assert "trained" not in plain
+
+
+def test_baselines_of_tokens_leave_stale_tokens_out() -> None:
+    """A fresh token is compared with the fresh tokens of the same place, weighed by their energies so far."""
+    squares = torch.rand(NUM_ROWS, WIDTH, generator=torch.Generator().manual_seed(9)).double()
+    algorithm = Grpo(baseline="token", normalize_std=False)
+    found = advantages.grpo(batch().update({"squared_probs": squares}), ONE_PROCESS, algorithm, SAMPLES)
+    weights: dict[int, list[float]] = {}
+    for row in KEPT:
+        energies = [
+            1 - 2 * math.exp(float(ROWS["log_probs"][row, place])) + float(squares[row, place])
+            for place in FRESH[row]
+        ]
+        weights[row] = [*itertools.accumulate(energies)]
+    expected = {row: [0.0] * LENGTHS[row] for row in KEPT}
+    for row in KEPT:
+        group = [other for other in KEPT if other // SAMPLES == row // SAMPLES]
+        for count, place in enumerate(FRESH[row]):
+            known = {other: weights[other][count] for other in group if len(weights[other]) > count}
+            mean = sum(float(ROWS["scores"][other]) * w for other, w in known.items()) / sum(known.values())
+            expected[row][place] = float(ROWS["scores"][row]) - (mean if len(known) > 1 else 0.0)
+    assert_rows(found["advantages"], expected)
+    assert_trained(found, KEPT)
 
 
 def test_corrections_and_their_metrics_cover_fresh_tokens() -> None:

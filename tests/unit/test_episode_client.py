@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -266,10 +267,17 @@ def test_results() -> None:
     assert client.check_result(Result(1, {"tries": 2}, [second])) == (1.0, {"tries": 2.0}, [False, True])
     first.is_trained = False
     assert client.check_result(1.0)[2] == [False, True]
+    assert client.check_result(Result(1.0, turns=[first, second]))[2] == [False, True]
+    assert client.check_result(Result(1.0, turns=[first]))[2] == [False, False]
+    largest = torch.finfo(torch.float32).max
+    assert client.check_result(Result(-largest, {"tries": largest}))[:2] == (-largest, {"tries": largest})
     wrong = {
         "it returned no reward": None,
         "return a Result, a number or None": "1",
-        "the reward of an episode is NaN": float("nan"),
+        "the reward of an episode is NaN; return a finite number that a float32 can hold": float("nan"),
+        r"the reward of an episode is -1e\+39; return a finite number that a float32": Result(-1e39),
+        r"the reward of an episode is 1000.*\.\.\.; return a finite number that a float32": 10**400,
+        r"metrics\[.tries.\] of an episode is 3\.5e\+38; return a finite": Result(1.0, {"tries": 3.5e38}),
         r'metrics\[.tries.\] of an episode is "two"': Result(1.0, {"tries": "two"}),  # type: ignore[dict-item]
         "it returned the metric 'other', and rollout.episode.metrics has": Result(1.0, {"other": 1.0}),
         "turn 0 with tokens that the model did not draw": Result(1.0, turns=[Turn(0, (1, 9), (), True)]),

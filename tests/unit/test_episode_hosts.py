@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import socket
 import sys
 import threading
@@ -17,7 +18,8 @@ import psutil
 import pytest
 
 from hybridengine.config.episode_section import EpisodeSection
-from hybridengine.data.tokenizer import build_arithmetic_tokenizer
+from hybridengine.data.chat import Chat
+from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer
 from hybridengine.episodes import Client, Row, processes, remote
 from hybridengine.episodes.processes import SERVER, Episodes
 from hybridengine.episodes.remote import EpisodeHost, RemoteProcess, read_key
@@ -75,9 +77,11 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
 
 
-def episodes_at(addresses: list[str], key_file: Path, **changed: Any) -> Episodes:
+def episodes_at(
+    addresses: list[str], key_file: Path, tokenizer: str | None = None, **changed: Any
+) -> Episodes:
     described = {"function": FUNCTION, "addresses": addresses, "key_file": str(key_file), **changed}
-    return Episodes(EpisodeSection.model_validate(described), LIMITS, "/nothing/here", TIMEOUT_S)
+    return Episodes(EpisodeSection.model_validate(described), LIMITS, tokenizer, TIMEOUT_S)
 
 
 def row(number: int, answer: str = "2") -> dict[str, Any]:
@@ -100,9 +104,9 @@ def events_of(episodes: Episodes, count: int) -> list[Any]:
 
 
 def test_episodes_on_a_host_draw_and_begin_again_when_their_process_is_killed(
-    address: str, key_file: Path
+    address: str, tokenizer: str, key_file: Path, tmp_path: Path
 ) -> None:
-    episodes = episodes_at([address], key_file)
+    episodes = episodes_at([address], key_file, str(shutil.copytree(tokenizer, tmp_path / "copied")))
     episodes.start()
     try:
         episodes.begin(4, row(0), [])
@@ -167,6 +171,28 @@ def test_a_host_of_an_earlier_version_is_one_error(key_file: Path) -> None:
         theirs = f"has hybridengine of an earlier version, and this rank {re.escape(VERSION)}"
         with pytest.raises(DataError, match=rf"127\.0\.0\.1:{host.port} {theirs}"):
             episodes_at([f"127.0.0.1:{host.port}"], key_file).start()
+
+
+def test_a_hosts_own_copy_of_the_tokenizer_is_compared_with_the_runs(
+    address: str, tokenizer: str, key_file: Path, tmp_path: Path
+) -> None:
+    copied = shutil.copytree(tokenizer, tmp_path / "copied")
+    (copied / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    theirs = (
+        rf"{FUNCTION} on {address} has another tokenizer in {tokenizer} than the run has in {copied} \(other chat"
+        r" template\); give `hybridengine episodes serve --tokenizer` a copy of the run's folder"
+    )
+    with pytest.raises(DataError, match=theirs):
+        episodes_at([address], key_file, str(copied)).start()
+
+
+def test_another_python_is_compared_with_the_ranks(tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version of transformers may read the same folder in another way."""
+    section = EpisodeSection(function=FUNCTION, python=sys.executable)
+    digests = Chat(load_tokenizer(tokenizer)).digests() | {"text of tokens": "0"}
+    monkeypatch.setattr(Chat, "digests", lambda self: digests)
+    with pytest.raises(DataError, match=r"\(other text of tokens\).*use the same version of transformers"):
+        Episodes(section, LIMITS, tokenizer, TIMEOUT_S).start()
 
 
 def test_a_host_that_is_away_is_one_error_with_its_address(key_file: Path) -> None:
@@ -235,7 +261,7 @@ def test_a_rank_refuses_a_host_without_the_key() -> None:
 
 def test_a_rank_cannot_ask_for_another_function(address: str, key_file: Path) -> None:
     other = f"{__name__}:another"
-    with pytest.raises(DataError, match=f"{other} is not what this host serves, {FUNCTION}"):
+    with pytest.raises(DataError, match=f"{other} on {address} is not what this host serves, {FUNCTION}"):
         episodes_at([address], key_file, function=other).start()
 
 

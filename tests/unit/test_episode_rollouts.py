@@ -267,6 +267,18 @@ def test_a_turn_after_other_tokens_is_drawn_anew(runs: Runs) -> None:
     assert rollout.trained == [*[False] * 3, *[True] * 8]
 
 
+@pytest.mark.parametrize(
+    ("left", "expected"), [([], [(0, 0), (3, 0)]), ([*ONE_TURN, ADDED, DRAWN, DRAWN], [(5, 2)])]
+)
+def test_stop_strings_and_structures_read_the_tokens_of_the_present_turn(
+    left: list[int], expected: list[tuple[int, int]], runs: Runs
+) -> None:
+    """Not those of earlier turns, nor those that were added; but those that an earlier engine has drawn of it."""
+    engine = FakeEngine(keeps_routes=True)
+    finish(runs.start(engine, **MOE), known(left) if left else Rollout(0), "abandon")
+    assert [(one.first_position, one.num_read) for one in engine.added] == expected
+
+
 def test_tokens_after_the_turns_of_an_ended_episode_are_not_trained() -> None:
     """A checkpoint may have them."""
     rollout = known(TWO_TURNS)

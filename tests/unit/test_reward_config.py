@@ -167,6 +167,17 @@ def test_retries(built: Path, overrides: list[str], retries: int) -> None:
             ["reward.terms.one.weight=Infinity must be a finite number; "],
         ),
         (
+            [
+                "reward.terms.one.weight=0",
+                "reward.terms.one.function=a:b",
+                "reward.terms.two.weight=0",
+                "reward.terms.two.function=a:b",
+            ],
+            [
+                "reward.terms have weights of 0 only, so that every score is 0; give one of them another weight"
+            ],
+        ),
+        (
             ["reward.terms.one=3"],
             [
                 "reward.terms.one=3 must be a section with keys of its own; write them beneath reward.terms.one"
