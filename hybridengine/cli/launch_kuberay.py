@@ -42,6 +42,7 @@ QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[KMGT]i|[MGT])?")
 UNITS = {"": 1, "m": Fraction(1, 1000), "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 NAME, WORD = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?"
+NAMESPACE = "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 KEY = rf"({NAME}/)?{WORD}"
 RESOURCE = (
     rf"{NAME}/{WORD}|ephemeral-storage|hugepages-[0-9]+[KMG]i",
@@ -64,6 +65,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_run_options(parser)
     option, seconds = parser.add_argument, between(0, 31_536_000)
     name = _matching(NAME, "a name of Kubernetes: a-z, 0-9, - and ., such as team-a")
+    namespace = _matching(
+        NAMESPACE, "a namespace of Kubernetes: at most 63 of a-z, 0-9 and -, such as team-a"
+    )
     option(
         "--image",
         required=True,
@@ -76,7 +80,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     option("--mount", default="/shared", metavar="PATH", help="where the volume is mounted")
     option("--folder", metavar="PATH", help="folder in which all pods start (default: that of --mount)")
-    option("--namespace", type=name, default="default", metavar="NAME", help="namespace of the job")
+    option("--namespace", type=namespace, default="default", metavar="NAME", help="namespace of the job")
     option("--job-name", metavar="NAME", help="name of the RayJob (default: run.name, in its letters)")
     add_size_options(parser)
     option("--memory", type=_quantity, default="512Gi", metavar="SIZE", help="memory of a worker pod")
@@ -142,10 +146,16 @@ def run(options: argparse.Namespace) -> int:
             f"--mount {options.mount} would replace a folder of the pod's system, or has a colon; choose another, such as"
             " /shared"
         )
-    folder = options.folder or options.mount
+    folder = Path(options.folder or options.mount)
     if not Path(os.path.normpath(folder)).is_relative_to(os.path.normpath(options.mount)):
         raise ConfigError(
             f"--folder {folder} is not below --mount {options.mount}, the volume that all pods share; choose one there"
+        )
+    written = os.path.normpath(folder / config.run_folder)
+    if not Path(written).is_relative_to(os.path.normpath(options.mount)):
+        raise ConfigError(
+            f"run.folder={config.run.folder} is not below --mount {options.mount}, the volume that all pods share, and"
+            " what the run writes there would end with its pod; choose one there"
         )
     cpus = options.cpus_per_node or shape.default_cpus
     shared = options.shared_memory
@@ -173,7 +183,7 @@ def run(options: argparse.Namespace) -> int:
         arguments=train_arguments(options.config, options.overrides, "auto"),
         claim=options.claim,
         mount=options.mount,
-        folder=folder,
+        folder=str(folder),
         head=PodSize(options.head_cpus, options.head_memory, min(shared, options.head_memory, key=_number)),
         worker=PodSize(str(cpus), options.memory, shared, resources),
         gpu_resource=options.gpu_resource,

@@ -224,7 +224,10 @@ def test_names_of_runs_become_names_of_kubernetes(text: str, name: str):
             "--shared-memory 64Gi is not less than --memory 64G",
         ),
         (["--claim", "UPPER_bad name"], "'UPPER_bad name' is not a name of Kubernetes"),
-        (["--namespace", "Bad NS"], "'Bad NS' is not a name of Kubernetes"),
+        (["--namespace", "Bad NS"], "'Bad NS' is not a namespace of Kubernetes"),
+        (["--namespace", "a" * 64], "is not a namespace of Kubernetes: at most 63 of a-z, 0-9 and -"),
+        (["run.folder=/tmp/runs"], "run.folder=/tmp/runs is not below --mount /shared, the volume"),
+        (["run.folder=../runs"], "run.folder=../runs is not below --mount /shared, the volume"),
         (["--image", "bad image"], "'bad image' is not an image"),
         (["--toleration", "bad key"], "'bad key' is not the key of a taint, such as nvidia.com/gpu"),
         (["--toleration", "a//b"], "'a//b' is not the key of a taint"),
@@ -252,6 +255,11 @@ def test_bad_input_is_refused(arguments: list[str], message: str, capsys: pytest
     status = main(["launch", "kuberay", "configs/arithmetic.yaml", *NEEDED, *arguments])
     assert status == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", ["../runs", "/shared/runs"])
+def test_a_run_may_write_anywhere_on_the_volume(folder: str, capsys: pytest.CaptureFixture[str]):
+    rendered(capsys, "configs/arithmetic.yaml", *NEEDED, "--folder", "/shared/code", f"run.folder={folder}")
 
 
 def test_submitting_needs_kubectl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
