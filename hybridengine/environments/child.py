@@ -5,9 +5,11 @@ It imports nothing but the standard library, this project's light modules and th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import random
 import socket
 import traceback
 from collections.abc import Iterator
@@ -29,6 +31,7 @@ HTTP_PACKAGES = ("requests", "urllib3", "httpx", "aiohttp", "huggingface_hub")
 def serve(channel: socket.socket) -> None:
     """Answer a section with ["rows", ROWS], or ["wrong", TEXT] that says what is wrong with the environment."""
     section = json.loads(channel.makefile("rb").readline())
+    _seed_globally(section["seed"])
     try:
         environment = load_environment(section["name"], section["options"], section["settings"])
         wanted = section["eval_rows"] + section["train_rows"]
@@ -47,6 +50,15 @@ def serve(channel: socket.socket) -> None:
         )
     channel.sendall(text.encode() + b"\n")
     os._exit(0)  # whatever threads it has started
+
+
+def _seed_globally(seed: int) -> None:
+    """Seed the generators of Python and of NumPy, if that is installed: environments may draw from them."""
+    random.seed(seed)
+    with contextlib.suppress(ImportError):
+        import numpy as np
+
+        np.random.seed(seed % 2**32)
 
 
 def different_rows(environment: Environment, seed: int, wanted: int) -> list[dict[str, Any]]:

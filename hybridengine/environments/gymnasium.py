@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridengine.environments.environment import Prompt, constructed, settings_of, system_message
-from hybridengine.episodes.client import Client, LimitError, Result, Row
-from hybridengine.errors import DataError
+from hybridengine.episodes.client import Client, EpisodeError, LimitError, Result, Row
+from hybridengine.errors import DataError, shown
 
 ACTIONS = {
     "FrozenLake": ("left", "down", "right", "up"),
@@ -104,19 +104,25 @@ class Gymnasium:
             self._pattern = re.compile(rf"(?<!\w)(?:{alternatives})(?!\w)", re.IGNORECASE)
 
     def prompts(self, seed: int, count: int) -> Iterator[Prompt]:
-        environment = self._made()
-        for number in range(seed * SEED_STRIDE, seed * SEED_STRIDE + count):
-            observation, _ = environment.reset(seed=number)
-            text = self._text(environment, observation)
-            if not self._is_text:
-                text += f"\n{self._choices()}"
-            asked = {"role": "user", "content": text}
+        environment, first = self._made(), seed * SEED_STRIDE
+        begun, again = self._begun(environment, first), self._begun(self._made(), first)
+        if begun != again:
+            raise DataError(
+                f"begins differently each time with one seed ({shown(begun)}, {shown(again)}), so that episodes would not"
+                " be those of their prompts; choose options with which the seed decides all"
+            )
+        for number in range(first, first + count):
+            asked = {"role": "user", "content": self._begun(environment, number)}
             yield Prompt([*system_message(self._settings.instructions), asked], {"seed": number}, str(number))
 
     async def play(self, client: Client, row: Row, answer: Any) -> Result:
         environment = self._made()
         try:
-            environment.reset(seed=answer["seed"])
+            begun = self._begun(environment, answer["seed"])
+            if begun != row.messages[-1]["content"]:
+                raise EpisodeError(
+                    f"its environment begins otherwise than its prompt: {shown(begun)}; only the seed may decide that"
+                )
             return await self._play(client, environment)
         finally:
             environment.close()
@@ -138,6 +144,12 @@ class Gymnasium:
                     break
                 client.add({"role": "user", "content": self._text(environment, observation)})
         return Result(total, {"steps": steps, "invalid_actions": invalid})
+
+    def _begun(self, environment: Any, seed: int) -> str:
+        """Begin an environment anew, and return what it shows."""
+        observation, _ = environment.reset(seed=seed)
+        text = self._text(environment, observation)
+        return text if self._is_text else f"{text}\n{self._choices()}"
 
     def _choices(self) -> str:
         return self._settings.choices.format(actions=", ".join(self._words))

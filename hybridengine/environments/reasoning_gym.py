@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from hybridengine.environments.environment import Prompt, constructed, meant, settings_of, system_message
 from hybridengine.episodes.client import Client, LimitError, Result, Row
-from hybridengine.errors import DataError
+from hybridengine.errors import DataError, shown
 
 SEED_STRIDE = 1_000_003
 """Distance between seeds: reasoning-gym draws entry i from seed s + i, so neighbouring seeds would share problems."""
@@ -53,25 +55,21 @@ class ReasoningGym:
             )
         self._name, self._options = name, options
         self._settings = settings_of(Settings, settings)
-        self._datasets: dict[tuple[int, int], Any] = {}
-        self._dataset(0, 1)
-        # Some datasets take seconds for an entry, which all samples of a prompt share.
-        self._entry = lru_cache(256)(lambda seed, size, index: self._dataset(seed, size)[index])
+        self._scorer = self._dataset(0, 1)
 
     def prompts(self, seed: int, count: int) -> Iterator[Prompt]:
-        seed *= SEED_STRIDE
-        source = self._dataset(seed, count)
+        source = self._dataset(seed * SEED_STRIDE, count)
         for index in range(len(source)):
             entry = source[index]
             asked = {"role": "user", "content": entry["question"]}
-            answer = {"seed": seed, "index": index, "size": count, "answer": str(entry["answer"])}
+            # All of the entry: some datasets take seconds for one, or make another one in another process.
+            answer = {"answer": str(entry["answer"]), "entry": self._literal(entry)}
             yield Prompt([*system_message(self._settings.instructions), asked], answer, f"{asked['content']}")
 
     async def play(self, client: Client, row: Row, answer: Any) -> Result:
         from reasoning_gym.utils import extract_answer
 
-        source = self._dataset(answer["seed"], answer["size"])
-        entry = self._entry(answer["seed"], answer["size"], answer["index"])
+        entry = ast.literal_eval(answer["entry"])
         tries, score = 0, 0.0
         with contextlib.suppress(LimitError):  # it is cut off, and its last answer counts
             while score < SOLVED and tries < self._settings.tries:
@@ -81,17 +79,38 @@ class ReasoningGym:
                 tries += 1
                 found = extract_answer(turn.text)
                 score = float(
-                    source.score_answer(answer=turn.text.strip() if found is None else found, entry=entry)
+                    self._scorer.score_answer(
+                        answer=turn.text.strip() if found is None else found, entry=entry
+                    )
                 )
         return Result(score, {"tries": tries, "solved": float(score >= SOLVED)})
 
-    def _dataset(self, seed: int, size: int) -> Any:
-        if (seed, size) not in self._datasets:
-            import reasoning_gym
+    def _literal(self, entry: Any) -> str:
+        """Return an entry as a literal of Python: JSON would make lists of its tuples, and strings of its keys."""
+        text = repr(_plain(entry))
+        try:
+            ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            raise DataError(
+                f"has a problem that is not made of numbers, texts and collections of them ({shown(text)}), and cannot be"
+                " written to a data file; choose another dataset"
+            ) from None
+        return text
 
-            try:
-                made = reasoning_gym.create_dataset(self._name, seed=seed, size=size, **self._options)
-            except Exception as error:  # asserts and whatever a dataset's configuration raises
-                raise constructed(error) from None
-            self._datasets[seed, size] = made
-        return self._datasets[seed, size]
+    def _dataset(self, seed: int, size: int) -> Any:
+        import reasoning_gym
+
+        try:
+            return reasoning_gym.create_dataset(self._name, seed=seed, size=size, **self._options)
+        except Exception as error:  # asserts and whatever a dataset's configuration raises
+            raise constructed(error) from None
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with Python's numbers and texts in place of NumPy's."""
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(one) for key, one in value.items()}
+    for kind in (list, tuple, set):
+        if isinstance(value, kind):
+            return kind(map(_plain, value))
+    return value.item() if isinstance(value, np.generic) else value

@@ -99,14 +99,17 @@ class Verifiers:
             if index >= seed + count or (task := self._task(index)) is None:
                 return
             _check_task(self._environment, task)
-            yield Prompt(_messages(task.data), {"index": index}, task.key)
+            yield Prompt(_messages(task.data), {"index": index, "key": task.key}, task.key)
 
     async def play(self, client: Client, row: Row, answer: Any) -> Result:
         vf = _library()
         await self._serve()
         task = self._task(answer["index"])
-        if task is None:
-            raise EpisodeError(f"the taskset has no row {answer['index']} any more; write its prompts again")
+        if task is None or task.key != answer["key"]:
+            raise EpisodeError(
+                f"row {answer['index']} of the taskset is not what it was when the prompts were written; it must be the"
+                " same in every process"
+            )
         episode = _Episode(client, [*row.messages])
 
         def begun(trace: Any) -> None:

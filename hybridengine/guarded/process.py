@@ -127,10 +127,14 @@ def _only_child(pid: int) -> int | None:
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process of user code, without GPUs, rank and Ray variables."""
+    """Return the environment of a process of user code, without GPUs, rank and Ray variables.
+
+    Sets have the same order in all such processes: datasets draw from them.
+    """
     others = ("RAY_", "TORCHELASTIC_")
     kept = [name for name in environment if name not in RANK_VARIABLES and not name.startswith(others)]
-    return {name: environment[name] for name in kept} | dict.fromkeys(GPU_VARIABLES, "")
+    fixed = {"PYTHONHASHSEED": "0", **dict.fromkeys(GPU_VARIABLES, "")}
+    return {name: environment[name] for name in kept} | fixed
 
 
 def _exit_text(code: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -12,9 +13,10 @@ import yaml
 
 from hybridengine.config import RunConfig, check_run, load_config
 from hybridengine.config.environment_section import EPISODE_FUNCTION
-from hybridengine.environments.environment import load_environment
+from hybridengine.environments.environment import Prompt, load_environment
 from hybridengine.environments.files import write_environment_files
 from hybridengine.errors import ConfigError, DataError
+from tests.unit.byte_episodes import played
 
 ROOT = Path(__file__).parents[2]
 CHAINS: dict[str, Any] = {
@@ -108,6 +110,24 @@ def test_files_have_the_environments_prompts(tmp_path: Path) -> None:
     found = [*rows["held_out"], *rows["train"]]
     assert len({row["prompt"][0]["content"] for row in found}) == 48
     assert all(row in expected for row in found)
+
+
+@pytest.mark.parametrize("dataset", ["polynomial_multiplication", "isomorphic_strings", "codeio"])
+def test_problems_are_the_same_whenever_they_are_written_and_wherever_they_are_played(
+    tmp_path: Path, dataset: str
+) -> None:
+    """The first two draw from sets, whose order differs between processes, and the third from NumPy's generator."""
+    described = {"name": f"reasoning_gym/{dataset}", "train_rows": 20, "eval_rows": 20}
+    written = [
+        [file.read_text() for file in write_environment_files(config_with(tmp_path, described)).values()]
+        for _ in range(2)
+    ]
+    assert written[0] == written[1]
+    environment = load_environment(described["name"], {}, {})
+    rows = [json.loads(line) for text in written[0] for line in text.splitlines()]
+    prompts = [Prompt(row["prompt"], row["answer"], "") for row in rows]
+    rewards = [asyncio.run(played(environment, one, [one.answer["answer"]]))[0].reward for one in prompts]
+    assert rewards == [1.0] * 40
 
 
 MODULE = """

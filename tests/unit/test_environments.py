@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ import reasoning_gym
 from hybridengine.environments.child import different_rows
 from hybridengine.environments.environment import Environment, Prompt, load_environment
 from hybridengine.environments.gymnasium import plain_text
-from hybridengine.episodes.client import Client, Result, Row
+from hybridengine.episodes.client import Client, EpisodeError, Result, Row
 from hybridengine.errors import DataError
 from tests.unit.byte_episodes import played
 
@@ -54,18 +55,31 @@ def test_a_right_answer_of_a_dataset_is_rewarded_and_a_wrong_one_as_the_dataset_
         assert source.score_answer(answer=entry["answer"], entry=entry) == 1.0
 
 
-def test_samples_of_a_prompt_share_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some datasets take seconds for one."""
+def test_an_entry_travels_with_its_row() -> None:
+    """Some datasets take seconds for one, or make another one in each process."""
     environment = load_environment("reasoning_gym/chain_sum", {}, {})
-    first, second = first_prompts(environment, 2)
+    (prompt,) = first_prompts(environment, 1, seed=3)
+    entry, asked = ast.literal_eval(prompt.answer["entry"]), prompt.prompt[-1]
+    assert asked == {"role": "user", "content": entry["question"]}
+    prompt.answer["entry"] = repr(entry | {"answer": "none"})
+    assert play(environment, prompt, "none")[0].reward == 1.0
+
+
+def test_numbers_and_texts_of_numpy_in_an_entry_become_those_of_python() -> None:
+    environment = load_environment("reasoning_gym/knights_knaves", {}, {})
+    (prompt,) = first_prompts(environment, 1)
+    source = reasoning_gym.create_dataset("knights_knaves", seed=0, size=100)[0]
+    assert "np.str_" in repr(source)
+    assert ast.literal_eval(prompt.answer["entry"]) == source
+    assert play(environment, prompt, source["answer"])[0].reward == 1.0
+
+
+def test_an_entry_that_cannot_be_written_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = type(reasoning_gym.create_dataset("chain_sum", seed=0, size=1))
-    made, make = list[int](), kind.__getitem__
-    monkeypatch.setattr(kind, "__getitem__", lambda self, index: made.append(index) or make(self, index))
-    rewards = [
-        play(environment, prompt, prompt.answer["answer"])[0].reward
-        for prompt in (first, second, first, second)
-    ]
-    assert (rewards, made) == ([1.0] * 4, [0, 1])
+    monkeypatch.setattr(kind, "__getitem__", lambda *_: {"question": "?", "answer": "!", "metadata": kind})
+    environment = load_environment("reasoning_gym/chain_sum", {}, {})
+    with pytest.raises(DataError, match="has a problem that is not made of numbers, texts and collections"):
+        first_prompts(environment, 1)
 
 
 def test_a_wrong_answer_may_be_corrected() -> None:
@@ -260,6 +274,25 @@ def test_textual_spaces_are_read_and_written_as_they_are() -> None:
         asked: Any = prompt.prompt[-1]
         assert play(environment, prompt, f" {asked['content']}\n")[0].reward == 1.0
         assert play(environment, prompt, "another")[0].reward == 0.0
+    finally:
+        del gymnasium.registry["Echo-v0"]
+
+
+def test_an_environment_that_begins_differently_with_one_seed_is_refused() -> None:
+    """Gymnasium's documentation has this option, whose map nobody can write into a prompt."""
+    environment = load_environment("gymnasium/FrozenLake-v1", {"map_name": None}, {})
+    with pytest.raises(DataError, match="begins differently each time with one seed"):
+        first_prompts(environment, 1)
+
+
+def test_an_episode_that_begins_otherwise_than_its_prompt_is_no_episode() -> None:
+    gymnasium.register("Echo-v0", f"{__name__}:Echo")
+    try:
+        environment = load_environment(f"gymnasium/{__name__}:Echo-v0", {}, {})
+        prompt, _ = first_prompts(environment, 2)
+        prompt.answer["seed"] += 1
+        with pytest.raises(EpisodeError, match=r'begins otherwise than its prompt: "word\d+"; only the seed'):
+            play(environment, prompt, "word0")
     finally:
         del gymnasium.registry["Echo-v0"]
 
