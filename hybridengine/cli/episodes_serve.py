@@ -46,12 +46,13 @@ def run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides, dry_run=True)
     if (section := config.rollout.episode) is None:
         raise ConfigError(f"{options.config} has no rollout.episode; there is nothing to serve")
+    process = import_module("hybridengine.episodes.process")
     processes = import_module("hybridengine.episodes.processes")
     remote = import_module("hybridengine.episodes.remote")
     key = remote.read_key(options.key_file)
     here = section.model_copy(update={"addresses": ()})
     processes.check_episode(here, config.timeouts.start_s)
-    host = remote.EpisodeHost(here, key, options.tokenizer, processes.SERVER, options.host, options.port)
+    host = remote.EpisodeHost(here, key, options.tokenizer, process.SERVER, options.host, options.port)
     print(f"episodes of {section.function} at {options.host}:{host.port}; Ctrl-C ends it", flush=True)
     with contextlib.closing(host):
         host.serve(lambda text: print(text, flush=True))

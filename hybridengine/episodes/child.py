@@ -17,12 +17,14 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from hybridengine import importing
 from hybridengine.data.chat import Chat
 from hybridengine.episodes import client as client_module
 from hybridengine.episodes.client import Client, EpisodeError, LimitError, Row, TokenLimitError
+from hybridengine.episodes.threads import Threads, calls_of_episode
 from hybridengine.episodes.wire import VERSION, DrawnTurn, Ended, Limits, RunTokenizer, Wanted, line
 from hybridengine.errors import DataError
 from hybridengine.guarded.guard import limit_memory
@@ -33,6 +35,9 @@ LOOK_S = 0.2
 """Time between two looks of the watch at the loop."""
 MOST_LOOK_S = 5 * LOOK_S
 """Most time that one look counts: a process that was stopped for longer has not been blocked by an episode."""
+
+LEFT_S = 10.0
+"""Time after the end of an episode in which its calls in threads should end."""
 
 Function = Callable[[Client, Row], Awaitable[object]]
 
@@ -46,7 +51,8 @@ class _Episodes:
     """Episodes of one process.
 
     Lines from the rank: `load`, once; `begin`, `drawn` and `drop` of an episode; `ping`. Lines to it: `loaded`, `wrong`,
-    or `version` where this is not the rank's; then `wanted` and `ended` of an episode, `blocked`, and `alive` for `ping`.
+    or `version` where this is not the rank's; then `wanted` and `ended` of an episode, `blocked`, `worn` if
+    threads of ended episodes go on, and `alive` for `ping`.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -120,6 +126,8 @@ class _Episodes:
             return
         try:
             limit_memory(content["memory_bytes"])
+            self._threads = Threads(content["memory_bytes"])
+            self._loop.set_default_executor(self._threads)
             self._limits = Limits(**content["limits"])
             self._options = content["options"]
             self._function = load_function(content["path"])
@@ -179,6 +187,7 @@ class _Episodes:
     async def _episode(self, number: int, client: Client, row: Row) -> None:
         kind = text = ""
         reward, metrics, trained = None, {}, list[bool]()
+        calls_of_episode.set(calls := set())
         try:
             async with asyncio.timeout(self._limits.deadline_s) as deadline:
                 returned = await self._function(client, row)
@@ -190,6 +199,8 @@ class _Episodes:
                 kind, text = "deadline", f"it did not end within deadline_s={self._limits.deadline_s:g} s"
             else:
                 kind, text = _failure(error, kind)
+        if calls:
+            self._loop.call_later(LEFT_S, self._count_left, calls)
         if (
             self._tasks.get(number) is asyncio.current_task()
         ):  # otherwise it was dropped, and may have begun again
@@ -197,6 +208,11 @@ class _Episodes:
             self._answers.pop(number, None)
             turn = max(0, len(client.turns) - (kind in ("", "result")))
             self._send("ended", Ended(number, reward, metrics, trained, kind, text, turn))
+
+    def _count_left(self, calls: set[Future[Any]]) -> None:
+        """Count calls in threads that go on after their episode; tell the rank if there are too many."""
+        if self._threads.num_left({*calls}) >= self._threads.most_left:
+            self._send("worn", None)
 
 
 def load_function(path: str) -> Function:

@@ -6,22 +6,16 @@ import itertools
 import json
 import logging
 import select
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 from hybridengine.config.episode_section import EpisodeSection
-from hybridengine.data.chat import Chat
-from hybridengine.episodes.remote import RemoteProcess, read_key
-from hybridengine.episodes.wire import VERSION, DrawnTurn, Ended, Limits, RunTokenizer, Wanted, line
-from hybridengine.errors import DataError
-from hybridengine.guarded.process import GuardedProcess
+from hybridengine.episodes.process import Episode, Process, Starter
+from hybridengine.episodes.wire import DrawnTurn, Ended, Limits, Wanted
 
-SERVER = "hybridengine.episodes.child:serve"
 MOST_ENDS = 2
 """Ends of processes in which an episode was alone, at which it fails: a single one may have had another reason."""
 GRACE_S = 30.0
@@ -30,52 +24,10 @@ PING_S = 1.0
 """Time after which a process that says nothing is asked whether it runs."""
 SILENT_GRACE_S = 10.0
 """Time beyond `blocked_s` in which it answers, also on a busy machine."""
-SEND_TIMEOUT_S = 30.0
-"""Time limit for a process to read a line."""
 LINE_BYTES = 2**26
 """Longest line of a process."""
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class _Episode:
-    number: int
-    row: Mapping[str, Any]
-    turns: list[DrawnTurn]
-    key: int = 0
-    """Number under which a process runs it: another one for each start, since lines of an earlier one may follow."""
-    process: _Process | None = None
-    num_ends: int = 0
-    """Processes that have ended while it was alone in them."""
-    begun_s: float = 0.0
-    wanted: Wanted | None = None
-    """Turn that is being drawn for it, also while it begins again."""
-    is_waiting: bool = False
-    """True if its process has asked for that turn."""
-
-
-@dataclass
-class _Process:
-    guarded: GuardedProcess | RemoteProcess
-    received: bytearray = field(default_factory=bytearray)
-    running: dict[int, _Episode] = field(default_factory=dict)
-    """Its episodes, by their keys."""
-    is_reserved: bool = False
-    """True while it runs a group of suspects, and no other episodes."""
-    is_stuck: bool = False
-    """True if it reads no lines."""
-    silent_s: float = 0.0
-    """Time for which it has said nothing while this rank listened."""
-
-    def send(self, kind: str, content: Any) -> None:
-        """Send a line; a process that has ended is noticed when it is read."""
-        try:
-            self.guarded.channel.sendall(line(kind, content))
-        except TimeoutError:
-            self.is_stuck = True
-        except OSError:
-            pass
 
 
 class Episodes:
@@ -89,13 +41,13 @@ class Episodes:
     def __init__(
         self, section: EpisodeSection, limits: Limits, tokenizer: str | None, start_timeout_s: float = 600.0
     ) -> None:
-        self._section, self._limits, self._tokenizer = section, limits, tokenizer
-        self._start_timeout_s = start_timeout_s
-        self._processes: list[_Process] = []
-        self._episodes: dict[int, _Episode] = {}
-        self._queue = deque[_Episode]()
+        self._section, self._limits = section, limits
+        self._starter = Starter(section, limits, tokenizer, start_timeout_s)
+        self._processes: list[Process] = []
+        self._episodes: dict[int, Episode] = {}
+        self._queue = deque[Episode]()
         """Episodes that have not begun, or that begin again and are no suspects."""
-        self._suspects = deque[list[_Episode]]()
+        self._suspects = deque[list[Episode]]()
         """Groups that wait for an idle process."""
         self._keys = itertools.count()
         self._ended: list[Ended] = []
@@ -103,14 +55,14 @@ class Episodes:
 
     def start(self) -> None:
         """Start the processes; raise DataError if the function cannot be loaded in time."""
-        self._processes = [self._started() for _ in range(self._section.num_processes)]
+        self._processes = [self._starter.start() for _ in range(self._section.num_processes)]
 
     def __len__(self) -> int:
         return len(self._episodes)
 
     def begin(self, number: int, row: Mapping[str, Any], turns: Sequence[DrawnTurn]) -> None:
         """Run an episode for the fields of a `Row`; it is given `turns` before it draws others."""
-        self._episodes[number] = episode = _Episode(number, row, [*turns])
+        self._episodes[number] = episode = Episode(number, row, [*turns])
         self._queue.append(episode)
 
     def answer(self, number: int, turn: DrawnTurn) -> None:
@@ -149,13 +101,13 @@ class Episodes:
         now_s = time.monotonic()
         # Not all of the time in which this rank did something else, or the machine was stopped.
         passed_s, self._listened_s = min(now_s - self._listened_s, SILENT_GRACE_S), now_s
-        for place, process in enumerate(self._processes):
+        for process in [*self._processes]:
             if process.guarded.channel.fileno() in ready:
-                events += self._read(place, process)
+                events += self._read(process)
             elif process.is_stuck:
-                self._replace(place, process, "its process did not react, and was ended", has_suspects=True)
+                self._replace(process, "its process did not react, and was ended", has_suspects=True)
             else:
-                self._note_silence(place, process, passed_s)
+                self._note_silence(process, passed_s)
         self._end_late()
         events += self._ended
         self._ended = []
@@ -169,63 +121,12 @@ class Episodes:
 
     # ---- processes ----
 
-    def _started(self) -> _Process:
-        section = self._section
-        assert section.function is not None, "checked with the configuration"
-        if section.addresses:
-            assert section.key_file is not None, "checked with the configuration"
-            remote = RemoteProcess(section.addresses, read_key(section.key_file))
-            process, place = _Process(remote), remote.address
-        else:
-            process = _Process(GuardedProcess(SERVER, section.function, "episodes", section.python))
-            place = section.python or sys.executable
-        content = {
-            "version": VERSION,
-            "path": section.function,
-            "limits": self._limits.__dict__,
-            "options": section.options,
-            "tokenizer": self._tokenizer,
-            "run_tokenizer": self._run_tokenizer,
-            "memory_bytes": section.memory_bytes,
-        }
-        process.send("load", content)
-        process.guarded.channel.settimeout(self._start_timeout_s)
-        key = f"rollout.episode.function={section.function}"
-        try:
-            kind, text = json.loads(_received_line(process))
-        except (TimeoutError, EOFError, ConnectionError) as error:
-            late = isinstance(error, TimeoutError)
-            how = f"did not load within {self._start_timeout_s:g} s" if late else process.guarded.end_text()
-            process.guarded.close()
-            raise DataError(
-                f"{key}, while it was loaded: its process {how}; correct the module, or raise timeouts.start_s"
-            ) from None
-        if kind != "wrong" and text != VERSION:
-            process.guarded.close()
-            raise DataError(
-                f"{key}: {place} has hybridengine {text or 'of an earlier version'}, and this rank {VERSION}; install the"
-                " same version for both"
-            )
-        if kind != "loaded":
-            process.guarded.close()
-            raise DataError(f"{key} on {place} {text}" if section.addresses else f"{key} {text}")
-        process.guarded.note_group()
-        process.guarded.channel.settimeout(SEND_TIMEOUT_S)
-        return process
-
-    @cached_property
-    def _run_tokenizer(self) -> dict[str, Any] | None:
-        """The fields of `RunTokenizer`; None for processes that read the same folder by the same packages."""
-        if self._tokenizer is None or not (self._section.addresses or self._section.python):
-            return None
-        from hybridengine.data.tokenizer import load_tokenizer  # takes seconds
-
-        chat = Chat(load_tokenizer(self._tokenizer, pad_with_eos=True))
-        return RunTokenizer(self._tokenizer, chat.digests()).__dict__
-
     def _fill(self) -> None:
         """Begin groups of suspects on idle processes, then queued episodes, each on the process with the fewest."""
-        usable = [one for one in self._processes if not one.is_stuck]
+        for process in [one for one in self._processes if one.is_worn and not one.running]:
+            process.guarded.close()
+            self._processes.remove(process)
+        usable = [one for one in self._processes if not (one.is_stuck or one.is_worn)]
         for process in usable:
             if not process.running:
                 process.is_reserved = bool(self._suspects)
@@ -237,14 +138,14 @@ class Episodes:
             self._begin(min(shared, key=lambda one: len(one.running)), self._queue.popleft())
             taken += 1
 
-    def _begin(self, process: _Process, episode: _Episode) -> None:
+    def _begin(self, process: Process, episode: Episode) -> None:
         episode.key = next(self._keys)
         process.running[episode.key] = episode
         episode.process, episode.begun_s, episode.is_waiting = process, time.monotonic(), False
         recorded = [turn.__dict__ for turn in episode.turns]
         process.send("begin", {"number": episode.key, "row": episode.row, "recorded": recorded})
 
-    def _send_turn(self, episode: _Episode, number: int) -> None:
+    def _send_turn(self, episode: Episode, number: int) -> None:
         assert episode.process is not None, "it has asked for the turn"
         episode.is_waiting = False
         drawn = {"number": episode.key, "turn": number, "drawn": episode.turns[number].__dict__}
@@ -256,7 +157,7 @@ class Episodes:
         The episodes of a process that is silent are not all at fault: `_note_silence` finds the one that is.
         """
         latest_s = time.monotonic() - self._limits.deadline_s - GRACE_S
-        for place, process in enumerate(self._processes):
+        for process in [*self._processes]:
             if process.silent_s >= PING_S:
                 continue
             late = [one for one in process.running.values() if one.begun_s < latest_s]
@@ -264,9 +165,9 @@ class Episodes:
                 self._fail(episode, "deadline", f"it went on after deadline_s={self._limits.deadline_s:g} s")
             if late:
                 text = "its process did not end an episode at its deadline, and was ended"
-                self._replace(place, process, text, has_suspects=False)
+                self._replace(process, text, has_suspects=False)
 
-    def _note_silence(self, place: int, process: _Process, passed_s: float) -> None:
+    def _note_silence(self, process: Process, passed_s: float) -> None:
         """Ask a silent process for a line; replace one that has not answered for `blocked_s` and a grace.
 
         Code that holds Python's lock (GIL) keeps all of its process's threads from running, and so from answering.
@@ -280,9 +181,9 @@ class Episodes:
                 " code that awaits nothing holds Python's lock (a regular expression does), and was ended; call such"
                 " code by run_process"
             )
-            self._replace(place, process, text, has_suspects=True, kind="blocked")
+            self._replace(process, text, has_suspects=True, kind="blocked")
 
-    def _read(self, place: int, process: _Process) -> list[Wanted | Ended]:
+    def _read(self, process: Process) -> list[Wanted | Ended]:
         """Return what a process says; start another one in its place if it has ended."""
         events: list[Wanted | Ended] = []
         try:
@@ -296,9 +197,12 @@ class Episodes:
         for text in lines:
             kind, content = json.loads(text)
             if kind == "blocked":
-                self._end_blocked(place, process, **content)
+                self._end_blocked(process, **content)
                 return events
             if kind == "alive":
+                continue
+            if kind == "worn":
+                self._retire(process)
                 continue
             event = Wanted(**content) if kind == "wanted" else Ended(**content)
             if (episode := process.running.get(event.number)) is None:
@@ -311,10 +215,10 @@ class Episodes:
                 events.append(event)
         if not part or len(rest) > LINE_BYTES:
             text = f"its process {process.guarded.end_text()}"
-            self._replace(place, process, text, has_suspects=True)
+            self._replace(process, text, has_suspects=True)
         return events
 
-    def _is_new(self, episode: _Episode, wanted: Wanted) -> bool:
+    def _is_new(self, episode: Episode, wanted: Wanted) -> bool:
         """Note the turn that an episode waits for; return False if an earlier start of it has asked for the same turn."""
         episode.is_waiting = True
         if wanted == episode.wanted:
@@ -327,20 +231,26 @@ class Episodes:
         episode.wanted, episode.turns = wanted, episode.turns[: wanted.turn]
         return True
 
-    def _end_blocked(self, place: int, process: _Process, number: int | None, text: str) -> None:
+    def _end_blocked(self, process: Process, number: int | None, text: str) -> None:
         """Fail the episode that keeps the others of its process from running, and replace the process.
 
         The process does not know which it is (None) if the code of a task is at fault that an episode has started.
         """
-        if number is None and len(process.running) == 1:
-            (number,) = process.running
         if number in process.running:
             self._fail(process.running[number], "blocked", text)
-        self._replace(place, process, text, has_suspects=number is None)
+        self._replace(process, text, has_suspects=number is None, kind="blocked")
 
-    def _replace(
-        self, place: int, process: _Process, text: str, *, has_suspects: bool, kind: str = "process"
-    ) -> None:
+    def _retire(self, process: Process) -> None:
+        """Start another process for new episodes in place of a worn one, which keeps those that it has."""
+        if not process.is_worn:
+            _logger.warning(
+                "rollout.episode: calls in threads (asyncio.to_thread) go on after the end of their episodes; new ones"
+                " begin in another process. Give such calls a time limit"
+            )
+            process.is_worn = True
+            self._processes.append(self._starter.start())
+
+    def _replace(self, process: Process, text: str, *, has_suspects: bool, kind: str = "process") -> None:
         """End a process, start another one in its place, and run its episodes again.
 
         Args:
@@ -354,7 +264,9 @@ class Episodes:
         process.running.clear()
         for episode in episodes:
             episode.process, episode.is_waiting = None, False
-        self._processes[place] = self._started()
+        self._processes.remove(process)
+        if not process.is_worn:
+            self._processes.append(self._starter.start())
         if has_suspects and len(episodes) == 1:
             self._end_alone(episodes[0], kind, text)
         elif has_suspects:
@@ -365,7 +277,7 @@ class Episodes:
         else:
             self._queue.extendleft(reversed(episodes))
 
-    def _end_alone(self, episode: _Episode, kind: str, text: str) -> None:
+    def _end_alone(self, episode: Episode, kind: str, text: str) -> None:
         """Fail an episode that was alone in its process when this ended, or let it begin again, alone."""
         episode.num_ends += 1
         if episode.num_ends < MOST_ENDS:
@@ -373,11 +285,11 @@ class Episodes:
         else:
             self._fail(episode, kind, f"{text}, {MOST_ENDS} times with no other episode in it")
 
-    def _fail(self, episode: _Episode, kind: str, text: str) -> None:
+    def _fail(self, episode: Episode, kind: str, text: str) -> None:
         self._forget(episode)
         self._ended.append(Ended(episode.number, kind=kind, text=text, turn=len(episode.turns)))
 
-    def _forget(self, episode: _Episode) -> None:
+    def _forget(self, episode: Episode) -> None:
         del self._episodes[episode.number]
         if episode.process is not None:
             del episode.process.running[episode.key]
@@ -391,14 +303,3 @@ def check_episode(section: EpisodeSection, start_timeout_s: float = 60.0) -> Non
         episodes.start()
     finally:
         episodes.close()
-
-
-def _received_line(process: _Process) -> bytes:
-    while b"\n" not in process.received:
-        part = process.guarded.channel.recv(2**20)
-        if not part:
-            raise EOFError
-        process.received += part
-    text, _, rest = process.received.partition(b"\n")
-    process.received = rest
-    return bytes(text)

@@ -8,10 +8,14 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
-from hybridengine.episodes import Client, Result, Row, Turn
+from hybridengine.episodes import Client, Result, Row, Turn, child
+
+TOGETHER = threading.Barrier(64)
+LEFT_BEHIND: list[asyncio.Task[None]] = []
 
 
 class Panic(BaseException):
@@ -23,6 +27,11 @@ def serve_as_an_earlier_version(channel: socket.socket) -> None:
     channel.makefile("rb").readline()
     channel.sendall(b'["loaded", null]\n')
     channel.recv(1)
+
+
+async def block_later() -> None:
+    await asyncio.sleep(0.5)
+    time.sleep(3600)
 
 
 async def does_what_the_answer_says(client: Client, row: Row) -> object:
@@ -73,6 +82,14 @@ async def does_what_the_answer_says(client: Client, row: Row) -> object:
                 await client.generate(max_tokens=1)
         case ["holds"]:  # all of Python, for longer than anyone waits
             re.match(r"(a+)+$", "a" * 40 + "b")
+        case ["thread", seconds]:
+            child.LEFT_S = 0.2  # of this process
+            await asyncio.to_thread(time.sleep, float(seconds))
+            return float(os.getpid())
+        case ["together"]:
+            await asyncio.to_thread(TOGETHER.wait, 60)
+        case ["orphan"]:
+            LEFT_BEHIND.append(asyncio.create_task(block_later()))
         case ["nap"]:
             await asyncio.sleep(1)
         case ["abandon"]:

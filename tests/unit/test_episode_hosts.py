@@ -20,8 +20,9 @@ import pytest
 from hybridengine.config.episode_section import EpisodeSection
 from hybridengine.data.chat import Chat
 from hybridengine.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer
-from hybridengine.episodes import Client, Row, processes, remote
-from hybridengine.episodes.processes import SERVER, Episodes
+from hybridengine.episodes import Client, Row, process, remote
+from hybridengine.episodes.process import SERVER
+from hybridengine.episodes.processes import Episodes
 from hybridengine.episodes.remote import EpisodeHost, RemoteProcess, read_key
 from hybridengine.episodes.wire import VERSION, DrawnTurn, Ended, Limits
 from hybridengine.errors import ConfigError, DataError
@@ -154,7 +155,7 @@ def test_on_a_host_too_only_the_episode_that_ends_its_process_fails(key_file: Pa
 def test_another_version_is_one_error_with_its_host(
     address: str, key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "VERSION", "9.9.9")
+    monkeypatch.setattr(process, "VERSION", "9.9.9")
     theirs = f"has hybridengine {re.escape(VERSION)}, and this rank 9.9.9; install the same version for both"
     with pytest.raises(DataError, match=rf"{FUNCTION}: {address} {theirs}"):
         episodes_at([address], key_file).start()

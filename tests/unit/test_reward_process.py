@@ -159,7 +159,7 @@ def test_environment_of_a_rank():
         "PATH": "p",
     }
     kept = {name: value for name, value in child_environment(rank).items() if value}
-    assert kept == {"HOME": "/h", "PATH": "p"}
+    assert kept == {"HOME": "/h", "PATH": "p", "PYTHONHASHSEED": "0"}
 
 
 @pytest.mark.parametrize(
