@@ -51,7 +51,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_size_options(parser)
     add_network_options(parser)
     option("--address", metavar="IP", help="address of this node, in place of the one that is found")
-    option("--attached", action="store_true", help="end when standard input does; what comes asks to stop")
+    option(
+        "--attached",
+        action="store_true",
+        help="end when standard input does; its lines `stop` and `lost HOST` ask to stop and tell of a host that failed",
+    )
     add_start_limit(parser)
 
 

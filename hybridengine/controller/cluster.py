@@ -258,6 +258,7 @@ def place_pools(
     Pools NAME.0, NAME.1 ... are engines, whose ranks are together those of NAME.
     """
     rooms = [offer.num_ranks(1, use_gpus) for offer in offers]
+    wanted, room = sum(map(sum, pools.values())), sum(rooms)
     names, places = list(pools), dict[str, list[str]]()
     misfits = list[str]()
     for place in order_pools(list(pools.values()), rooms):
@@ -266,8 +267,9 @@ def place_pools(
         nodes = choose_nodes(pool, rooms)
         if problems or nodes is None:
             misfits += problems or [
-                f"ranks_per_node={shown(pool)} finds no room beside the ranks of the other pools; put roles on the"
-                " same pool, or start the cluster with more nodes, CPUs or GPUs"
+                f"{_what_is_started(names[place])} with {shown(pool)} ranks per node finds no room beside the others: the"
+                f" run wants {wanted} ranks, and the cluster has room for {room} on {len(offers)} nodes; choose smaller"
+                " parallel sizes, put roles on the same pool, or start the cluster with more nodes, CPUs or GPUs"
             ]
             continue
         places[names[place]] = []
@@ -283,6 +285,12 @@ def place_pools(
 def _configured(pool: str) -> str:
     """Return the pool of the configuration that a started pool is, or whose engine it is."""
     return pool.partition(".")[0]
+
+
+def _what_is_started(pool: str) -> str:
+    """Return "pool 'NAME'", or which engine of it."""
+    name, _, engine = pool.partition(".")
+    return f"engine {engine} of pool {name!r}" if engine else f"pool {name!r}"
 
 
 def _listing(offers: Sequence[NodeOffer]) -> str:

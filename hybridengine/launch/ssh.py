@@ -19,6 +19,7 @@ from hybridengine.errors import ConfigError, UnreadableError, WorkerError
 from hybridengine.files import read_text
 from hybridengine.launch.meeting import listed
 from hybridengine.launch.node import NODE_LOST
+from hybridengine.launch.stopping import LOST_LINE, STOP_LINE
 
 ALIVE_INTERVAL_S, ALIVE_COUNT, CONNECT_LIMIT_S = 15, 4, 10
 SSH = (
@@ -36,10 +37,9 @@ FILES_OF_A_NODE, OTHER_FILES = 2, 256
 CHECK_LIMIT_S, ENOUGH_LIMIT_S = 60.0, 15.0
 """Time limits for hosts to answer before the launch: while too few have, and once enough have. The latter exceeds
 CONNECT_LIMIT_S, so that ssh can say why it does not reach a host."""
-GRACE_S = 180.0
-"""Time for the run to end by itself after one of its nodes has failed."""
 SETTLE_LIMIT_S = 30.0
-"""Time for the other nodes to end by themselves, and so to say which of them have failed, after the first one has."""
+"""Time for the other nodes to end by themselves after the first one has, and so to say which of them have failed, and
+for the first one after another has found bad input."""
 CLOSE_LIMIT_S = 60.0
 """Time for a node to end after the launcher has closed its input."""
 
@@ -270,16 +270,21 @@ class _Nodes:
             signal.signal(number, handler)
 
     def wait(self, say: Callable[[str], None]) -> int:
-        """Return the exit status of the first node; end the attempt if it does not end soon after another has failed."""
+        """Return the exit status of the first node, which is told of nodes that fail.
+
+        A run ends, or goes on without them if they had one of its several engines.
+        """
         first = self._processes[0]
         give_up = None
         while (status := first.poll()) is None:
             for host, ended in self._newly_failed():
-                say(f"{host} has ended with status {ended}; waiting for the run to end")
-                give_up = time.monotonic() + (SETTLE_LIMIT_S if self.is_refused else GRACE_S)
+                say(f"{host} has ended with status {ended}; the run ends, or goes on without it")
+                self._tell(f"{LOST_LINE} {host}")
+            if self.is_refused and give_up is None:
+                give_up = time.monotonic() + SETTLE_LIMIT_S
             if give_up is not None and time.monotonic() > give_up:
-                say("the run has not ended by itself after a node has failed: it is ended")
-                return BAD_INPUT if self.is_refused else NODE_LOST
+                say("the first node has not ended by itself: it is ended")
+                return BAD_INPUT
             self._pass_signals()
             time.sleep(0.2)
         deadline = time.monotonic() + (SETTLE_LIMIT_S if status and not self.was_stopped else 0)
@@ -313,13 +318,17 @@ class _Nodes:
 
     def _pass_signals(self) -> None:
         """Ask the first node to stop its run, once for each new signal."""
-        pipe = self._processes[0].stdin
-        assert pipe is not None, "it was asked for"
         while self._num_requests < self._num_signals:
             self._num_requests += 1
-            with suppress(OSError):
-                pipe.write(b"stop\n")
-                pipe.flush()
+            self._tell(STOP_LINE)
+
+    def _tell(self, text: str) -> None:
+        """Send a line to the first node."""
+        pipe = self._processes[0].stdin
+        assert pipe is not None, "it was asked for"
+        with suppress(OSError):
+            pipe.write(f"{text}\n".encode())
+            pipe.flush()
 
     def _print(self, host: str, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None

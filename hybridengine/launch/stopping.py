@@ -1,4 +1,4 @@
-"""Requests to stop a node of a launch: signals, which are passed on to the run, and the end of standard input."""
+"""What stops a node of a launch: signals, which are passed on to the run, and what a launcher says on standard input."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from types import FrameType
 from hybridengine.errors import StoppedError, WorkerError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_LINE, LOST_LINE = "stop", "lost"
+"""Lines of a launcher over ssh to the first node: a request to stop, and a host that has failed."""
 
 
 class Stopping:
@@ -24,7 +26,7 @@ class Stopping:
         has saved its step.
         """
         self.asked, self.is_cut_off = False, False
-        self._is_interrupted = False
+        self._is_interrupted, self._lost = False, ""
         self._leads, self._say = leads, say
         self._run: subprocess.Popen[bytes] | None = None
         for number in SIGNALS:
@@ -39,14 +41,16 @@ class Stopping:
             run.terminate()
 
     def check(self) -> None:
-        """Raise an error if the launcher is gone, or the first node is asked to stop before its run starts.
+        """Raise an error if the launcher is gone, or what it says comes before the run.
 
         Raises:
-            WorkerError: the launcher is gone.
+            WorkerError: the launcher is gone, or a host has failed that the run needs.
             StoppedError, KeyboardInterrupt: SIGTERM or SIGINT came before the run.
         """
         if self.is_cut_off:
             raise WorkerError("the connection to the launcher is gone; start the launch again")
+        if self._lost and self._run is None:
+            raise WorkerError(f"{self._lost} has failed before the run began; start the launch again")
         if self.asked and self._leads and self._run is None:
             text = "stopped before the run began; start the launch again"
             raise KeyboardInterrupt(text) if self._is_interrupted else StoppedError(text)
@@ -62,7 +66,13 @@ class Stopping:
             self._run.send_signal(number)
 
     def _watch(self) -> None:
-        """Take input for a request to stop, and its end for the end of the launcher."""
-        while os.read(0, 4096):  # not sys.stdin, whose lock Python wants when it ends
-            os.kill(os.getpid(), signal.SIGTERM)
+        """Read the launcher's lines; their end is that of the launcher."""
+        rest = b""
+        while part := os.read(0, 4096):  # not sys.stdin, whose lock Python wants when it ends
+            *lines, rest = (rest + part).split(b"\n")
+            for kind, _, host in (text.decode().partition(" ") for text in lines):
+                if kind == STOP_LINE:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                elif kind == LOST_LINE:
+                    self._lost = host
         self.is_cut_off = True

@@ -206,7 +206,8 @@ class _Run:
         try:
             with contextlib.ExitStack() as begun:
                 pools = begun.enter_context(RunPools(self.config))
-                pools.reserve()
+                if not self._warms_up_base:  # on ranks of its own, before these
+                    pools.reserve()
                 begun.pop_all()
                 return pools
         except (HybridEngineError, RayError, KeyError) as error:  # KeyError: a node has just left
@@ -215,8 +216,8 @@ class _Run:
     def _attempt(self, pools: RunPools, progress: Progress, checkpoint: Checkpoint | None) -> None:
         """Start the processes and carry out the run until it ends or fails."""
         config, say, self.has_started = self.config, self.say, False
-        if config.actor.lora.rank and config.warmup is not None and not config.start_folder.is_dir():
-            self._warm_up_base(config.without_adapters(), config.warmup)
+        if self._warms_up_base:
+            self._warm_up_base(config.without_adapters())
         loads = "Megatron-core and vLLM" if config.algorithm.generates else "Megatron-core"
         say(f"starting {config.num_ranks} ranks: {loads} in each process (about a minute on a CPU)")
         pools.start()
@@ -257,15 +258,21 @@ class _Run:
                         note_final(config, progress.step)
                     say(f"trained model saved: {as_typed(final)}")
 
-    def _warm_up_base(self, config: RunConfig, settings: WarmupSection) -> None:
+    @property
+    def _warms_up_base(self) -> bool:
+        """True if all weights are still to be trained on demonstrations before adapters begin."""
+        config = self.config
+        begins = config.actor.lora.rank > 0 and not config.start_folder.is_dir()
+        return begins and config.warmup is not None and self.files.demonstrations is not None
+
+    def _warm_up_base(self, config: RunConfig) -> None:
         """Train all weights on demonstrations, on ranks of their own: adapters are trained afterwards, on top of them."""
-        if self.files.demonstrations is None:
-            return
+        assert config.warmup is not None and self.files.demonstrations is not None, "asked before"
         self.say(f"starting {config.num_ranks} ranks: all weights are warmed up before the adapters begin")
         with RunPools(config) as pools:
             pools.start()
             actor = pools.start_actor(config.model_folder, self.files.stop_token_ids)
-            self._warm_up(actor, settings, self.files.demonstrations)
+            self._warm_up(actor, config.warmup, self.files.demonstrations)
 
     def _warm_up(self, actor: WorkerGroup, settings: WarmupSection, demonstrations: ResponseDataset) -> None:
         """Train the actor on demonstrations, and save it."""

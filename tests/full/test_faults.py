@@ -19,14 +19,18 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 import yaml
+from ray.util.placement_group import placement_group, remove_placement_group
 from safetensors.torch import load_file
 
 from hybridengine.checkpoints.folders import CHECKPOINTS_FOLDER, checkpoints_in
 from hybridengine.cli.main import main
 from hybridengine.controller import cluster
+from hybridengine.errors import WorkerError
 from hybridengine.report import keys
 from hybridengine.report.step_rows import Row, latest_rows, read_rows
+from hybridengine.training.run import _Run
 from hybridengine.training.stopping import StopRequest
 from tests.full.tiny_runs import SECTIONS, computed
 from tests.warm_workers import warm_program
@@ -296,6 +300,29 @@ def test_a_cluster_that_no_longer_has_the_ranks_ends_the_run_with_both_reasons(
     assert re.search(r"WorkerError: \S+ died on rank 0 \(", outcome.errors), outcome.errors
     assert "the run could not start again: ranks_per_node=[1] needs 1 ranks on 1 nodes" in outcome.errors
     assert [row[keys.STEP] for row in outcome.rows][:2] == [0, 1]
+
+
+def test_a_base_model_is_warmed_up_again_after_a_fault(
+    runs: Runs, ray_cluster: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapters' rank, which starts afterwards, does not take the only CPU of the rank that warms it up."""
+    warm_up, attempts = _Run._warm_up, []
+
+    def fails_once(run: _Run, *arguments: Any) -> None:
+        attempts.append(run)
+        if len(attempts) == 1:
+            raise WorkerError("rank 0 has ended")
+        warm_up(run, *arguments)
+
+    monkeypatch.setattr(_Run, "_warm_up", fails_once)
+    others = placement_group([{"CPU": ray_cluster - 1}])
+    try:
+        ray.get(others.ready(), timeout=LIMIT_S)
+        outcome = runs("adapters", [], *ONE_RANK, "actor.lora.rank=8", "run.steps=1", "run.eval_every=0")
+    finally:
+        remove_placement_group(others)
+    assert outcome.status == 0, outcome.errors
+    assert len(attempts) == 2 and "starting the ranks again (1 of" in outcome.console
 
 
 @contextlib.contextmanager

@@ -12,7 +12,10 @@ def test_ranks_go_to_nodes_as_runs_place_them() -> None:
     assert places == {"main": ["a"] * 4 + ["b"] * 4, "critic": ["b"] * 2} and not misfits
     assert place_pools({}, offers, False) == ({}, [])
     _, misfits = place_pools({"main": (4, 4), "critic": (6,)}, offers, False)
-    assert misfits[0].startswith("ranks_per_node=[6] finds no room beside the ranks of the other pools; ")
+    assert misfits[0].startswith(
+        "pool 'critic' with [6] ranks per node finds no room beside the others: the run wants 14 ranks, and the cluster"
+        " has room for 12 on 2 nodes; "
+    )
     _, misfits = place_pools({"main": (9,)}, offers, False)
     assert misfits[0].startswith("ranks_per_node=[9] needs 9 ranks on 1 nodes")
 
@@ -25,8 +28,10 @@ def test_engines_are_placed_one_by_one_and_judged_together() -> None:
     places, misfits = place_pools({**pools, "critic": (1, 1)}, offers, False)
     assert places == {"main": ["a"] * 2, "critic": ["b", "c"], "engines": ["b", "c"]} and not misfits
     places, (misfit,) = place_pools({**pools, "engines.2": (2,), "critic": (1,)}, offers, False)
-    assert misfit.startswith("ranks_per_node=[1] ") and "engines" in places
-    assert "engines" not in place_pools({**pools, "engines.2": (2, 2)}, offers, False)[0]
+    assert misfit.startswith("pool 'critic' with [1] ") and "engines" in places
+    places, (misfit,) = place_pools({**pools, "engines.2": (2, 2)}, offers, False)
+    assert misfit.startswith("engine 2 of pool 'engines' with [2, 2] ranks per node finds no room")
+    assert "engines" not in places
 
 
 def test_nodes_without_ranks_of_the_run_are_not_examined() -> None:

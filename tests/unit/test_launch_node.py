@@ -263,46 +263,6 @@ def test_ray_is_not_told_of_gpus_that_are_not_there(
     assert launch_node.offered_gpus(wanted, device) == offered
 
 
-ATTACHED = """
-import sys, time
-from hybridengine.launch.stopping import Stopping
-stopping = Stopping(leads=sys.argv[1] == "leads", attached=True, say=lambda text: print(text, flush=True))
-print("ready", flush=True)
-while not stopping.asked:
-    time.sleep(0.01)
-print("asked", flush=True)
-if sys.argv[1] == "waits":
-    while not stopping.is_cut_off:
-        time.sleep(0.01)
-    stopping.check()
-"""
-
-
-@pytest.mark.parametrize("case", ["leads", "follows", "waits"])
-def test_a_node_hears_its_launcher(case: str):
-    """What comes on its input asks to stop, and its end is that of the launcher; a node also ends by itself."""
-    with subprocess.Popen(
-        [sys.executable, "-c", ATTACHED, case],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as node:
-        assert node.stdin is not None and node.stdout is not None and node.stderr is not None
-        assert node.stdout.readline() == b"ready\n"
-        node.stdin.write(b"stop\n")
-        node.stdin.flush()
-        if case != "leads":
-            assert (
-                node.stdout.readline()
-                == b"SIGTERM: this node ends with the run, which the first node stops\n"
-            )
-        assert node.stdout.readline() == b"asked\n"
-        if case == "waits":
-            node.stdin.close()
-            assert b"WorkerError: the connection to the launcher is gone" in node.stderr.read()
-        assert node.wait(30) == (1 if case == "waits" else 0)
-
-
 def test_a_held_run_folder_is_seen(tmp_path: Path):
     assert not is_locked(tmp_path / "run.lock")
     with run_lock(tmp_path, print):
