@@ -324,5 +324,6 @@ def _finite(value: object, name: str) -> float:
         if isinstance(value, numbers.Real) and abs(number := float(value)) <= LARGEST_SCORE:
             return number
     raise EpisodeError(
-        f"{name} of an episode is {shown(value)}; return a finite number that a float32 can hold"
+        f"{name} of an episode is {shown(value)}, a {type(value).__name__}; return a finite number that a float32 can"
+        " hold"
     )

@@ -274,11 +274,13 @@ def test_results() -> None:
     wrong = {
         "it returned no reward": None,
         "return a Result, a number or None": "1",
-        "the reward of an episode is NaN; return a finite number that a float32 can hold": float("nan"),
-        r"the reward of an episode is -1e\+39; return a finite number that a float32": Result(-1e39),
-        r"the reward of an episode is 1000.*\.\.\.; return a finite number that a float32": 10**400,
-        r"metrics\[.tries.\] of an episode is 3\.5e\+38; return a finite": Result(1.0, {"tries": 3.5e38}),
-        r'metrics\[.tries.\] of an episode is "two"': Result(1.0, {"tries": "two"}),  # type: ignore[dict-item]
+        "the reward of an episode is NaN, a float; return a finite number that a float32 can hold": float(
+            "nan"
+        ),
+        r"the reward of an episode is -1e\+39, a float; return a finite number that a float32": Result(-1e39),
+        r"the reward of an episode is 1000.*\.\.\., a int; return a finite number that a float32": 10**400,
+        r"metrics\[.tries.\] of an episode is 3\.5e\+38, a float; return a finite": Result(1.0, {"tries": 3.5e38}),
+        r'metrics\[.tries.\] of an episode is "two", a str': Result(1.0, {"tries": "two"}),  # type: ignore[dict-item]
         "it returned the metric 'other', and rollout.episode.metrics has": Result(1.0, {"other": 1.0}),
         "turn 0 with tokens that the model did not draw": Result(1.0, turns=[Turn(0, (1, 9), (), True)]),
         "turn 2 with tokens that the model did not draw": Result(1.0, turns=[Turn(2, (1, 2), (), True)]),
