@@ -239,9 +239,9 @@ def _check_task(environment: Any, task: Any) -> None:
 
 def _result(played: Any) -> Result:
     """Return the reward and the numbers of an episode that the library has played."""
-    errors = [*played.errors, *(error for trace in played.traces for error in trace.errors)]
-    if errors:
-        raise EpisodeError(f"the environment failed ({errors[-1].type}: {errors[-1].message}); correct it")
+    errors = [*(error for trace in played.traces for error in trace.errors), *played.errors]
+    if errors:  # the later ones may follow from the first
+        raise EpisodeError(f"the environment failed ({errors[0].type}: {errors[0].message}); correct it")
     if len(played.traces) != 1:
         raise EpisodeError(
             f"the environment ran {len(played.traces)} agents; an episode is one sequence of tokens, of one agent:"

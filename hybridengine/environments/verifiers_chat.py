@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from functools import cache
 from typing import Any
 
+import httpx
 import verifiers.v1 as vf
 from openai import AsyncOpenAI
 from verifiers.v1.clients.train import serialize_completion
@@ -42,9 +44,20 @@ class TalkingAgent(vf.Harness[vf.HarnessConfig]):
         if data.system_prompt is not None:
             prompt = [vf.SystemMessage(content=data.system_prompt), *prompt]
         messages: Any = [message_to_wire(message) for message in prompt]
-        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
-            await client.chat.completions.create(model=ctx.model, messages=messages)
+        client = AsyncOpenAI(
+            base_url=endpoint, api_key=secret, max_retries=0, timeout=None, http_client=_connections()
+        )
+        await client.chat.completions.create(model=ctx.model, messages=messages)
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+@cache
+def _connections() -> httpx.AsyncClient:
+    """Return the connections of all episodes to the library's server in this process.
+
+    They have no limits but the episodes' deadline: turns wait for one another, and a busy loop takes seconds to connect.
+    """
+    return httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None), trust_env=False)
 
 
 class EpisodeClient(vf.Client):

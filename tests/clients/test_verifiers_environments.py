@@ -62,10 +62,11 @@ class Played:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
 
     def outcomes(self, turns: dict[int, list[str]]) -> tuple[dict[int, Ended], dict[int, list[str]]]:
-        """Run the episodes of some rows at once; return how they ended, and the texts added before each turn."""
+        """Run episodes at once, number N of row N modulo their number; return how they ended, and the texts added before
+        each turn."""
         read = {number: list[str]() for number in turns}
         for number in turns:
-            row = self.rows[number]
+            row = self.rows[number % len(self.rows)]
             prompt: Any = self.tokenizer.apply_chat_template(
                 row["prompt"], add_generation_prompt=True, tokenize=False
             )
@@ -111,6 +112,14 @@ def test_an_environment_of_several_turns_plays_episodes_at_once(played: Played) 
     assert read[0] == [""]
     for number, word in ((4, "higher"), (5, "lower")):
         assert read[number] == ["", f"<|im_start|>user{word}<|im_end|><|im_start|>assistant"]
+
+
+def test_as_many_episodes_as_run_at_once_by_default_end_well(played: Played) -> None:
+    """Each of them connects to the library's server twice, in one loop that is busy for seconds."""
+    ended, _ = played.outcomes({number: ["5", "5"] for number in range(256)})
+    assert {number: (one.kind, one.text, one.reward) for number, one in ended.items()} == {
+        number: ("", "", 2.0 * (number % 7 == 4)) for number in range(256)
+    }
 
 
 def test_an_episode_that_runs_out_of_tokens_is_scored(played: Played) -> None:

@@ -279,7 +279,9 @@ def test_results() -> None:
         ),
         r"the reward of an episode is -1e\+39, a float; return a finite number that a float32": Result(-1e39),
         r"the reward of an episode is 1000.*\.\.\., a int; return a finite number that a float32": 10**400,
-        r"metrics\[.tries.\] of an episode is 3\.5e\+38, a float; return a finite": Result(1.0, {"tries": 3.5e38}),
+        r"metrics\[.tries.\] of an episode is 3\.5e\+38, a float; return a finite": Result(
+            1.0, {"tries": 3.5e38}
+        ),
         r'metrics\[.tries.\] of an episode is "two", a str': Result(1.0, {"tries": "two"}),  # type: ignore[dict-item]
         "it returned the metric 'other', and rollout.episode.metrics has": Result(1.0, {"other": 1.0}),
         "turn 0 with tokens that the model did not draw": Result(1.0, turns=[Turn(0, (1, 9), (), True)]),
