@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridengine.episodes.client import EpisodeError
+from hybridengine.episodes.cores import core_of_this_host
 from hybridengine.episodes.tools import ToolResult
 from hybridengine.errors import DataError, shown
 
@@ -51,7 +52,7 @@ async def mcp_tools(
     Args:
         command: the server's program and arguments; it speaks MCP on its input and output.
         environment: variables of the server in addition to PATH and HOME.
-        start_timeout_s: time limit for the server to start and to list its tools.
+        start_timeout_s: time limit for the server to start and to list its tools, once it has one of the host's cores.
         call_timeout_s: time limit of a call.
         output_bytes: longest text of a call's result; the rest is cut off.
 
@@ -69,7 +70,8 @@ async def mcp_tools(
     is_started = False
     try:
         async with contextlib.AsyncExitStack() as stack:
-            async with asyncio.timeout(start_timeout_s):
+            # A server takes a second of a core to start.
+            async with core_of_this_host(), asyncio.timeout(start_timeout_s):
                 await stack.enter_async_context(client)
                 await tools.list()
             is_started = True

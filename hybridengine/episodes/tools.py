@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hybridengine.episodes.cores import core_of_this_host
+
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2): signal that the process gets when its parent ends."""
 ARGUMENT_BYTES = 2**16
@@ -47,10 +49,11 @@ async def run_process(
 ) -> ToolResult:
     """Run a command in an empty folder of its own, with `given` as its input; return its result.
 
-    The process and its children, unless they leave its session, are killed after `timeout_s`, or once they have written
-    more than `output_bytes`; on Linux the process also ends with this one. It has no environment but PATH and its own
-    HOME, and may allocate `memory_bytes` of memory, write files of as much, and use one core for `timeout_s`. It is not
-    isolated from the network and from files that this user may read: run what nobody trusts in a container.
+    It waits until one of the host's cores is free of other tools; `timeout_s` begins then. The process and its children,
+    unless they leave its session, are killed after `timeout_s`, or once they have written more than `output_bytes`; on
+    Linux the process also ends with this one. It has no environment but PATH and its own HOME, and may allocate
+    `memory_bytes` of memory, write files of as much, and use one core for `timeout_s`. It is not isolated from the
+    network and from files that this user may read: run what nobody trusts in a container.
 
     Arguments that no process can be given, such as a NUL, are a result with exit code 126. Raises OSError if the command
     cannot be started for another reason.
@@ -70,41 +73,42 @@ async def run_process(
     # Loaded here: a process that has forked may not load libraries.
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
-    folder = tempfile.mkdtemp(dir=os.getcwd())  # that of the episodes' process, which is removed with it
-    try:
+    async with core_of_this_host():
+        folder = tempfile.mkdtemp(dir=os.getcwd())  # that of the episodes' process, which is removed with it
         try:
-            process = await asyncio.create_subprocess_exec(
-                *arguments,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                cwd=folder,
-                env={"PATH": os.environ.get("PATH", os.defpath), "HOME": folder},
-                start_new_session=True,
-                preexec_fn=limit,
-            )
-        except (OSError, ValueError) as error:  # ValueError: a NUL, or half of a surrogate pair
-            if isinstance(error, OSError) and error.errno != errno.E2BIG:
-                raise
-            return ToolResult(f"the command cannot be run: {error}", CANNOT_RUN)
-        output, reached = bytearray(), ""
-        feeding = asyncio.create_task(_feed(process, given.encode(errors="replace")))
-        try:
-            async with asyncio.timeout(timeout_s):
-                if await _read(process, output, output_bytes):
-                    reached = "output"
-                else:
-                    await process.wait()
-        except TimeoutError:
-            reached = "time"
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *arguments,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
+                    cwd=folder,
+                    env={"PATH": os.environ.get("PATH", os.defpath), "HOME": folder},
+                    start_new_session=True,
+                    preexec_fn=limit,
+                )
+            except (OSError, ValueError) as error:  # ValueError: a NUL, or half of a surrogate pair
+                if isinstance(error, OSError) and error.errno != errno.E2BIG:
+                    raise
+                return ToolResult(f"the command cannot be run: {error}", CANNOT_RUN)
+            output, reached = bytearray(), ""
+            feeding = asyncio.create_task(_feed(process, given.encode(errors="replace")))
+            try:
+                async with asyncio.timeout(timeout_s):
+                    if await _read(process, output, output_bytes):
+                        reached = "output"
+                    else:
+                        await process.wait()
+            except TimeoutError:
+                reached = "time"
+            finally:
+                feeding.cancel()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                exit_code = await process.wait()
         finally:
-            feeding.cancel()
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            exit_code = await process.wait()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return ToolResult(output[:output_bytes].decode(errors="replace"), exit_code, reached)
+            shutil.rmtree(folder, ignore_errors=True)
+        return ToolResult(output[:output_bytes].decode(errors="replace"), exit_code, reached)
 
 
 async def _feed(process: asyncio.subprocess.Process, given: bytes) -> None:

@@ -1,0 +1,83 @@
+"""Tools that wait for one of the host's cores: how many run at once, also of several processes, and their time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hybridengine.episodes import cores
+from hybridengine.episodes.cores import Cores
+from hybridengine.episodes.tools import run_process
+
+USERS = """
+import asyncio, json, sys, time
+from pathlib import Path
+from hybridengine.episodes.cores import Cores
+
+async def use(shared, spans):
+    async with shared.one():
+        begun = time.monotonic()
+        await asyncio.sleep(0.2)
+        spans.append((begun, time.monotonic()))
+
+async def main():
+    shared, spans = Cores(Path(sys.argv[1]), [0, 1]), []
+    await asyncio.gather(*(use(shared, spans) for _ in range(8)))
+    print(json.dumps(spans))
+
+asyncio.run(main())
+"""
+
+
+def most_at_once(spans: Sequence[Sequence[float]]) -> int:
+    """Return the largest number of spans of time that overlap."""
+    changes = sorted((when, change) for span in spans for when, change in zip(span, (1, -1), strict=True))
+    running = [0]
+    for _, change in changes:
+        running.append(running[-1] + change)
+    return max(running)
+
+
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_no_more_run_at_once_than_there_are_cores(num_processes: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", USERS, str(tmp_path / "cores")]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(num_processes)]
+    spans = [span for one in processes for span in json.loads(one.communicate(timeout=120)[0])]
+    assert len(spans) == 8 * num_processes
+    assert most_at_once(spans) == 2
+
+
+def test_the_core_of_a_process_that_is_killed_is_free(tmp_path: Path) -> None:
+    text = USERS.replace("sleep(0.2)", "sleep(3600)").replace("begun =", "print('in', flush=True); begun =")
+    with subprocess.Popen([sys.executable, "-c", text, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"in\n"
+        process.kill()
+
+    async def use() -> None:
+        async with asyncio.timeout(30), Cores(tmp_path, [0, 1]).one():
+            pass
+
+    asyncio.run(use())
+
+
+def test_the_time_of_a_tool_begins_when_it_has_a_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shared = Cores(tmp_path / "cores", [0])
+    monkeypatch.setattr(cores, "_cores", lambda loop: shared)
+
+    async def tools() -> list[str]:
+        sleeps = (run_process(["sleep", "2"], timeout_s=6) for _ in range(4))
+        return [result.limit for result in await asyncio.gather(*sleeps)]
+
+    begun = time.monotonic()
+    assert asyncio.run(tools()) == [""] * 4
+    assert time.monotonic() - begun >= 8, "one after the other"
