@@ -18,7 +18,7 @@ from hybridengine.cli.launch_options import (
 from hybridengine.cli.options import between
 from hybridengine.errors import ConfigError
 from hybridengine.launch.node import NodeTask, run_node
-from hybridengine.launch.shape import launched_config, number_of_cpus, shape_of, train_arguments
+from hybridengine.launch.shape import Shape, launched_config, number_of_cpus, shape_of, train_arguments
 from hybridengine.machine import num_gpus
 
 DESCRIPTION = """Take part in a launch: find the address at which the other nodes reach this one, start Ray there with the
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         hosts=hosts,
         index=index,
         folder=options.launch_folder,
-        num_cpus=options.cpus_per_node or max(number_of_cpus(), shape.most_ranks),
+        num_cpus=offered_cpus(shape, options.cpus_per_node),
         num_gpus=offered_gpus(shape.num_gpus, config.cluster.device),
         run=lambda address: train_arguments(options.config, options.overrides, address),
         lock_file=config.run_folder / LOCK_FILE,
@@ -82,6 +82,12 @@ def run(options: argparse.Namespace) -> int:
         metrics_port=options.metrics_port,
     )
     return run_node(task, note)
+
+
+def offered_cpus(shape: Shape, given: int | None) -> int:
+    """Return the CPUs that Ray offers here. Without GPUs they are the room for ranks, and no more than the launch has
+    counted: pools would share nodes while others are left without ranks."""
+    return (given or max(number_of_cpus(), shape.most_ranks)) if shape.num_gpus else shape.most_ranks
 
 
 def offered_gpus(wanted: int, device: str) -> int | None:

@@ -268,7 +268,7 @@ def place_pools(
         if problems or nodes is None:
             misfits += problems or [
                 f"{_what_is_started(names[place])} with {shown(pool)} ranks per node finds no room beside the others: the"
-                f" run wants {wanted} ranks, and the cluster has room for {room} on {len(offers)} nodes; choose smaller"
+                f" run wants {wanted} ranks, and the cluster has room for {room}: {_listing(offers)}; choose smaller"
                 " parallel sizes, put roles on the same pool, or start the cluster with more nodes, CPUs or GPUs"
             ]
             continue

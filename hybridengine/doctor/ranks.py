@@ -12,6 +12,8 @@ import ray
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.doctor.findings import Level, merged
 from hybridengine.doctor.judging import RunNeeds, judge_folder, judge_reads, judge_sameness
+from hybridengine.doctor.judging_links import judge_ports
+from hybridengine.doctor.links import LinkFacts, reach
 from hybridengine.doctor.node_facts import (
     NodeFacts,
     installed_packages,
@@ -68,6 +70,7 @@ def rank_problems(pools: Sequence[ResourcePool], folder: Path, reads: Mapping[st
     ]
     apart = [node for node, one in views.items() if not one.sees_mark]
     findings = [
+        *judge_ports(_links_between(pools)),
         *judge_sameness([own, *others]),
         *judge_folder(RunNeeds(str(folder)), {}, apart),
         *judge_reads(paths, {} if apart else {node: one.unreadable for node, one in views.items()}),
@@ -76,3 +79,15 @@ def rank_problems(pools: Sequence[ResourcePool], folder: Path, reads: Mapping[st
         if found.level == Level.PROBLEM:
             where = f"node {', '.join(found.nodes)}: " if found.nodes else ""
             yield f"{where}{found.text}; {found.remedy}"
+
+
+def _links_between(pools: Sequence[ResourcePool]) -> dict[str, dict[str, LinkFacts]]:
+    """Return the facts about the links from each node to those of other pools, which exchange rows and weights; ranks of
+    one pool have reached each other when they joined their world."""
+    ports = {one["NodeManagerAddress"]: one["ObjectManagerPort"] for one in ray.nodes() if one["Alive"]}
+    used, links = {node for pool in pools for node in pool.nodes}, dict[str, dict[str, LinkFacts]]()
+    for pool in pools:
+        if far := sorted(used & ports.keys() - set(pool.nodes)):
+            for node, found in pool.on_nodes(reach, {one: ports[one] for one in far}).items():
+                links.setdefault(node, {}).update(found)
+    return links

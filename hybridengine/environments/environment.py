@@ -98,3 +98,15 @@ def constructed(error: Exception) -> DataError:
     return DataError(
         f"refuses its options ({type(error).__name__}: {' '.join(str(error).split())}); correct them"
     )
+
+
+def plain(value: Any) -> Any:
+    """Return a value with Python's numbers and texts in place of NumPy's, also in collections."""
+    import numpy as np  # which not all environments need
+
+    if isinstance(value, Mapping):
+        return {plain(key): plain(one) for key, one in value.items()}
+    for kind in (list, tuple, set):
+        if isinstance(value, kind):
+            return kind(map(plain, value))
+    return value.item() if isinstance(value, np.generic) else value

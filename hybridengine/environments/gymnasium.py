@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridengine.environments.environment import Prompt, constructed, settings_of, system_message
+from hybridengine.environments.environment import Prompt, constructed, plain, settings_of, system_message
 from hybridengine.episodes.client import Client, EpisodeError, LimitError, Result, Row
 from hybridengine.errors import DataError, shown
 
@@ -167,7 +167,7 @@ class Gymnasium:
         parts = observation if isinstance(observation, tuple) else (observation,)
         if self._settings.observation:
             return self._settings.observation.format(*parts)
-        return str(observation)
+        return str(plain(observation))
 
     def _made(self) -> Any:
         import gymnasium

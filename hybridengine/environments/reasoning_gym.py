@@ -8,9 +8,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from hybridengine.environments.environment import Prompt, constructed, meant, settings_of, system_message
+from hybridengine.environments.environment import (
+    Prompt,
+    constructed,
+    meant,
+    plain,
+    settings_of,
+    system_message,
+)
 from hybridengine.episodes.client import Client, LimitError, Result, Row
 from hybridengine.errors import DataError, shown
 
@@ -87,7 +92,7 @@ class ReasoningGym:
 
     def _literal(self, entry: Any) -> str:
         """Return an entry as a literal of Python: JSON would make lists of its tuples, and strings of its keys."""
-        text = repr(_plain(entry))
+        text = repr(plain(entry))
         try:
             ast.literal_eval(text)
         except (ValueError, SyntaxError):
@@ -104,13 +109,3 @@ class ReasoningGym:
             return reasoning_gym.create_dataset(self._name, seed=seed, size=size, **self._options)
         except Exception as error:  # asserts and whatever a dataset's configuration raises
             raise constructed(error) from None
-
-
-def _plain(value: Any) -> Any:
-    """Return a value with Python's numbers and texts in place of NumPy's."""
-    if isinstance(value, Mapping):
-        return {_plain(key): _plain(one) for key, one in value.items()}
-    for kind in (list, tuple, set):
-        if isinstance(value, kind):
-            return kind(map(_plain, value))
-    return value.item() if isinstance(value, np.generic) else value

@@ -176,8 +176,9 @@ class Verifiers:
         async with self._starting:
             if self._stack is None:
                 _give_client(self)
-                self._stack = contextlib.AsyncExitStack()
-                await self._stack.enter_async_context(self._environment.serving())
+                stack = contextlib.AsyncExitStack()
+                await stack.enter_async_context(self._environment.serving())
+                self._stack = stack  # now, since an episode may be cancelled while it waits here
 
 
 def _library() -> ModuleType:

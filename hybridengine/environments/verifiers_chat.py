@@ -9,9 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from typing import Any
 
-import httpx
 import verifiers.v1 as vf
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from verifiers.v1.clients.train import serialize_completion
 from verifiers.v1.dialects.chat import ChatDialect, message_to_wire
 
@@ -52,12 +51,12 @@ class TalkingAgent(vf.Harness[vf.HarnessConfig]):
 
 
 @cache
-def _connections() -> httpx.AsyncClient:
+def _connections() -> DefaultAsyncHttpxClient:
     """Return the connections of all episodes to the library's server in this process.
 
     They have no limits but the episodes' deadline: turns wait for one another, and a busy loop takes seconds to connect.
     """
-    return httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None), trust_env=False)
+    return DefaultAsyncHttpxClient(timeout=None, trust_env=False)
 
 
 class EpisodeClient(vf.Client):

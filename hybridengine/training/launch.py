@@ -28,7 +28,7 @@ from hybridengine.errors import ConfigError, raise_all
 from hybridengine.planning.devices import Placed, device_problems, fp8_problems, mixed_gpu_problems
 from hybridengine.report import keys
 from hybridengine.rollouts.engines import Engines
-from hybridengine.topology.nodes import order_pools
+from hybridengine.topology.nodes import order_pools, rooms_left
 from hybridengine.topology.sizes import TrainSizes
 from hybridengine.training.dry_run import budgets_of
 from hybridengine.training.files import judge_stops
@@ -96,9 +96,16 @@ class RunPools:
         return sorted(used or self._addresses)
 
     def reserve(self) -> None:
-        """Reserve nodes for all pools, in the order of the pools if they fit that way; idempotent."""
-        pools = list(self._pools.values())
-        for place in order_pools([pool.ranks_per_node for pool in pools], self._rooms):
+        """Reserve nodes for all pools, in the order of the pools if they fit that way; idempotent.
+
+        Other jobs may use a part of the cluster: what counts is the room that they leave, if the pools fit there.
+        """
+        pools, wanted = list(self._pools.values()), [pool.ranks_per_node for pool in self._pools.values()]
+        for rooms in ([offer.num_ranks(1, self._use_gpus) for offer in node_offers(free=True)], self._rooms):
+            order = order_pools(wanted, rooms)
+            if rooms_left(wanted, rooms, order) is not None:
+                break
+        for place in order:
             pools[place].reserve()
 
     def start(self) -> None:

@@ -14,7 +14,7 @@ def test_ranks_go_to_nodes_as_runs_place_them() -> None:
     _, misfits = place_pools({"main": (4, 4), "critic": (6,)}, offers, False)
     assert misfits[0].startswith(
         "pool 'critic' with [6] ranks per node finds no room beside the others: the run wants 14 ranks, and the cluster"
-        " has room for 12 on 2 nodes; "
+        " has room for 12: a with 4 CPUs and 0 GPUs; b with 8 CPUs and 0 GPUs; "
     )
     _, misfits = place_pools({"main": (9,)}, offers, False)
     assert misfits[0].startswith("ranks_per_node=[9] needs 9 ranks on 1 nodes")

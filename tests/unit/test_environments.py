@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -295,6 +296,13 @@ def test_an_episode_that_begins_otherwise_than_its_prompt_is_no_episode() -> Non
             play(environment, prompt, "word0")
     finally:
         del gymnasium.registry["Echo-v0"]
+
+
+def test_numbers_of_numpy_are_shown_as_those_of_python() -> None:
+    environment = load_environment("gymnasium/Blackjack-v1", {}, {"actions": ["stick", "hit"]})
+    (prompt,) = first_prompts(environment, 1)
+    asked: Any = prompt.prompt[-1]
+    assert re.match(r"\(\d+, \d+, [01]\)\nAnswer", asked["content"])
 
 
 def test_colours_become_marks() -> None:

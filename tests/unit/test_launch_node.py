@@ -24,6 +24,7 @@ from hybridengine.launch import node, ray_node
 from hybridengine.launch.meeting import END, LOST, Meeting, listed
 from hybridengine.launch.node import NODE_LOST, NodeTask, run_node, versions
 from hybridengine.launch.ray_node import RayEnded, RayNode, token_environment
+from hybridengine.launch.shape import Shape
 from hybridengine.launch.stopping import Stopping
 
 
@@ -261,6 +262,17 @@ def test_ray_is_not_told_of_gpus_that_are_not_there(
     """It believes any number, and ranks would start without a device."""
     monkeypatch.setattr(launch_node, "num_gpus", lambda: there)
     assert launch_node.offered_gpus(wanted, device) == offered
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "given", "offered"), [(0, None, 3), (0, 64, 3), (8, None, 16), (8, 64, 64), (2, None, 16)]
+)
+def test_ray_offers_no_more_room_on_cpus_than_the_launch_has_counted(
+    num_gpus: int, given: int | None, offered: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Pools would share the cores of some nodes, and leave others without ranks."""
+    monkeypatch.setattr(launch_node, "number_of_cpus", lambda: 16)
+    assert launch_node.offered_cpus(Shape((3, 1), num_gpus, (3, 3)), given) == offered
 
 
 def test_a_held_run_folder_is_seen(tmp_path: Path):

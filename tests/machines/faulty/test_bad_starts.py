@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +19,15 @@ from tests.machines.ray_nodes import COMMAND, RayCluster, warm_folder
 pytestmark = pytest.mark.timeout(900)
 
 RANKS = "cluster.ranks_per_node=[2,2]"
+APART = (
+    "cluster.ranks_per_node=[2]",
+    "cluster.pools.values={roles: [critic, reference], ranks_per_node: [2]}",
+    "actor.parallel=1-2-1",
+    "actor.generate=1-1",
+    "critic.parallel=1-1-2",
+    "reference.parallel=1-1-2",
+)
+"""Pools of their own on two hosts, which no torch.distributed world joins."""
 OTHER_VERSION = "99.1"
 
 
@@ -104,6 +114,13 @@ def test_a_firewall_between_the_hosts_of_ranks(shared: Path, warm_ray: dict[str,
         done = cluster.run(
             COMMAND, "train", "configs/arithmetic.yaml", *SHORT, *where, limit_s=LIMIT_S, check=False
         )
+        apart = refused(cluster, *APART, f"run.folder={shared}")
     assert done.returncode == 1, done.stdout
     assert "host second cannot reach rank 0's store at 10.77.0.2" in done.stdout
     assert "Traceback" not in done.stdout
+    for node, other in (("10.77.0.2", "10.77.0.3"), ("10.77.0.3", "10.77.0.2")):
+        assert re.search(
+            rf"node {node}: a port of {other} cannot be reached \((TimeoutError: timed out|OSError: No route to host)\);"
+            " open the ports that the system chooses",
+            apart,
+        ), apart
