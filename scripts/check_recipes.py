@@ -52,6 +52,7 @@ def recipe_names() -> list[str]:
 def train(name: str, seed: int, folder: Path) -> SeedRun:
     """Run a recipe; return its curve. Raises DataError if it failed."""
     os.chdir(ROOT)  # paths of configurations begin there
+    folder.mkdir(parents=True, exist_ok=True)
     changes = [
         f"run.seed={seed}",
         f"run.folder={folder}",
@@ -79,9 +80,13 @@ def train(name: str, seed: int, folder: Path) -> SeedRun:
 
 
 def _converted(name: str, folder: Path) -> list[str]:
-    """Convert a recipe's GGUF file once for all runs in a folder; return the changes that name the converted model."""
+    """Convert a recipe's GGUF file, if it has one, once for all runs in a folder; return the changes that name the
+    converted model."""
     file = RECIPES / f"{name}.yaml"
-    described = Path(load_config(file).model.hf_config or "")
+    model = load_config(file).model
+    if model.gguf is None:
+        return []
+    described = Path(model.hf_config or "")
     config = load_config(file, [f"run.folder={folder}", f"run.name=converted-{described.stem}"])
     if not (config.model_folder / "model.safetensors").exists():
         from hybridengine.training.files import convert_gguf  # with torch, which takes seconds
