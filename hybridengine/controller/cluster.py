@@ -41,6 +41,8 @@ TRY_LIMIT_S = 5.0
 """Time limit for trying whether a port can be reached."""
 MOST_CONNECTING = 32
 """Number of connections that a process tries at the same time."""
+MOST_NAMED = 4
+"""Pools that an error names; it counts the others."""
 NODE_LABEL = "ray.io/node-id"
 
 
@@ -258,24 +260,30 @@ def place_pools(
     Pools NAME.0, NAME.1 ... are engines, whose ranks are together those of NAME.
     """
     rooms = [offer.num_ranks(1, use_gpus) for offer in offers]
-    wanted, room = sum(map(sum, pools.values())), sum(rooms)
-    names, places = list(pools), dict[str, list[str]]()
-    misfits = list[str]()
+    room, names, places = sum(rooms), list(pools), dict[str, list[str]]()
+    misfits, crowded = list[str](), list[str]()
     for place in order_pools(list(pools.values()), rooms):
         pool = pools[names[place]]
         problems = capacity_problems(pool, 1, use_gpus, offers)
         nodes = choose_nodes(pool, rooms)
         if problems or nodes is None:
-            misfits += problems or [
-                f"{_what_is_started(names[place])} with {shown(pool)} ranks per node finds no room beside the others: the"
-                f" run wants {wanted} ranks, and the cluster has room for {room}: {_listing(offers)}; choose smaller"
-                " parallel sizes, put roles on the same pool, or start the cluster with more nodes, CPUs or GPUs"
-            ]
+            misfits += problems
+            crowded += (
+                [] if problems else [f"{_what_is_started(names[place])} with ranks_per_node={shown(pool)}"]
+            )
             continue
         places[names[place]] = []
         for node, count in zip(nodes, pool, strict=True):
             rooms[node] -= count
             places[names[place]] += [offers[node].address] * count
+    if crowded:
+        others = f" and {len(crowded) - MOST_NAMED} more" if len(crowded) > MOST_NAMED else ""
+        wanted = sum(map(sum, pools.values()))
+        misfits.append(
+            f"no room is left for {', '.join(crowded[:MOST_NAMED])}{others}: the run wants {wanted} ranks, and the"
+            f" cluster has room for {room}: {_listing(offers)}; choose smaller parallel sizes, put roles on one pool,"
+            " or start the cluster with more nodes, CPUs or GPUs"
+        )
     found, unplaced = defaultdict[str, list[str]](list), {_configured(name) for name in {*names} - {*places}}
     for name in names:
         found[_configured(name)] += places.get(name, [])

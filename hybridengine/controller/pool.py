@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from types import TracebackType
 from typing import Any
@@ -105,9 +105,13 @@ class ResourcePool:
     def started(self) -> bool:
         return bool(self._identities)
 
-    def on_nodes(self, function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-        """Return what a function of this project returns on each node, in the process of the node's first rank."""
-        ranks = [identity.rank for identity in self._identities if identity.local_rank == 0]
+    def on_nodes(
+        self, function: Callable[..., Any], *arguments: Any, nodes: Collection[str] | None = None
+    ) -> dict[str, Any]:
+        """Return what a function of this project returns on each node (default: all of the pool), in the process of the
+        node's first rank."""
+        firsts = [identity.rank for identity in self._identities if identity.local_rank == 0]
+        ranks = [rank for rank in firsts if nodes is None or self.nodes[rank] in nodes]
         answers = {self._processes[rank].look.remote(function, *arguments): (rank,) for rank in ranks}
         places = [f"node {node}" for node in self.nodes]
         limit_s = self.start_timeout_s

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -52,14 +54,12 @@ def rank_problems(pools: Sequence[ResourcePool], folder: Path, reads: Mapping[st
         reads: files and folders that every node reads, by key of the configuration.
     """
     paths = {key: str(path) for key, path in reads.items()}
-    views = dict[str, View]()
     with made(str(folder)) as error:
         if error:
             yield f"run.folder={folder} cannot be made ({error}); make it writable, or choose another"
             return
         with locked_mark(str(folder)) as mark:
-            for pool in pools:
-                views |= pool.on_nodes(view, mark, list(paths.values()))
+            views = _ask(pools, lambda _: (view, mark, list(paths.values())))
     here = ray.util.get_node_ip_address()
     name = here if here in views else f"{here} (the controller)"
     own = NodeFacts(platform.python_version(), installed_packages(), sources=sources_digest(), node=name)
@@ -85,9 +85,27 @@ def _links_between(pools: Sequence[ResourcePool]) -> dict[str, dict[str, LinkFac
     """Return the facts about the links from each node to those of other pools, which exchange rows and weights; ranks of
     one pool have reached each other when they joined their world."""
     ports = {one["NodeManagerAddress"]: one["ObjectManagerPort"] for one in ray.nodes() if one["Alive"]}
-    used, links = {node for pool in pools for node in pool.nodes}, dict[str, dict[str, LinkFacts]]()
-    for pool in pools:
-        if far := sorted(used & ports.keys() - set(pool.nodes)):
-            for node, found in pool.on_nodes(reach, {one: ports[one] for one in far}).items():
-                links.setdefault(node, {}).update(found)
-    return links
+    used = {node: ports[node] for pool in pools for node in pool.nodes if node in ports}
+
+    def question(pool: ResourcePool) -> tuple[Any, ...] | None:
+        far = {node: port for node, port in used.items() if node not in pool.nodes}
+        return (reach, far) if far else None
+
+    return _ask(pools, question)
+
+
+def _ask(
+    pools: Sequence[ResourcePool], question: Callable[[ResourcePool], tuple[Any, ...] | None]
+) -> dict[str, Any]:
+    """Return the answers of all nodes, of which each is asked once, in one of its pools; the pools are asked at once.
+
+    `question` returns a function and its arguments for the nodes of a pool; None for nothing.
+    """
+    asked, answers = set[str](), list[Future[dict[str, Any]]]()
+    with ThreadPoolExecutor(len(pools)) as threads:
+        for pool in pools:
+            new = {*pool.nodes} - asked
+            asked |= new
+            if new and (wanted := question(pool)) is not None:
+                answers.append(threads.submit(pool.on_nodes, *wanted, nodes=new))
+    return {node: one for found in answers for node, one in found.result().items()}

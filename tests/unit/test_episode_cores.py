@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -67,12 +69,28 @@ def test_the_core_of_a_process_that_is_killed_is_free(tmp_path: Path) -> None:
     asyncio.run(use())
 
 
+def test_tools_of_several_loops_share_the_cores_and_their_files(tmp_path: Path) -> None:
+    """As those of functions in threads that call asyncio.run."""
+    shared, spans, before = Cores(tmp_path / "cores", [0, 1]), [], len(os.listdir("/proc/self/fd"))
+
+    async def use() -> None:
+        async with shared.one():
+            begun = time.monotonic()
+            await asyncio.sleep(0.1)
+            spans.append((begun, time.monotonic()))
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: asyncio.run(use()), range(24)))
+    assert (len(spans), most_at_once(spans)) == (24, 2)
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
 def test_the_time_of_a_tool_begins_when_it_has_a_core(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shared = Cores(tmp_path / "cores", [0])
-    monkeypatch.setattr(cores, "_cores", lambda loop: shared)
+    monkeypatch.setattr(cores, "_cores", lambda: shared)
 
     async def tools() -> list[str]:
         sleeps = (run_process(["sleep", "2"], timeout_s=6) for _ in range(4))

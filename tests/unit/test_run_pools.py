@@ -73,7 +73,8 @@ def test_pools_are_reserved_in_an_order_that_fits_the_room_that_others_leave(
 def test_pools_that_fit_on_no_cluster_of_this_size_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("configs/arithmetic.yaml", ["cluster.ranks_per_node=[1]", SEVERAL, *SIZES])
     with pytest.raises(
-        ConfigError, match=r"^pool 'values' with .* the run wants 3 ranks, and the cluster has room for 2"
+        ConfigError,
+        match=r"^no room is left for pool 'values' .* the run wants 3 ranks, and the cluster has room for 2",
     ):
         pools_on([2], [2], monkeypatch, config)
 
