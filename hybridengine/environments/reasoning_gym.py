@@ -46,7 +46,8 @@ class Settings:
 class ReasoningGym:
     """A dataset. An answer is the text in <answer>...</answer> where the model writes that, else the whole turn.
 
-    The reward is the dataset's `score_answer` of the last answer, from 0 to 1; metrics are `tries` and `solved`.
+    The reward is the dataset's `score_answer` of the last answer, from 0 to 1, and 0 if it raises an error; metrics are
+    `tries`, `solved` and `unread`, the number of answers for which it does.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
@@ -75,7 +76,7 @@ class ReasoningGym:
         from reasoning_gym.utils import extract_answer
 
         entry = ast.literal_eval(answer["entry"])
-        tries, score = 0, 0.0
+        tries, score, unread = 0, 0.0, 0
         with contextlib.suppress(LimitError):  # it is cut off, and its last answer counts
             while score < SOLVED and tries < self._settings.tries:
                 if tries:
@@ -83,12 +84,12 @@ class ReasoningGym:
                 turn = await client.generate(max_tokens=self._settings.max_tokens or None)
                 tries += 1
                 found = extract_answer(turn.text)
-                score = float(
-                    self._scorer.score_answer(
-                        answer=turn.text.strip() if found is None else found, entry=entry
-                    )
-                )
-        return Result(score, {"tries": tries, "solved": float(score >= SOLVED)})
+                given = turn.text.strip() if found is None else found
+                try:
+                    score = float(self._scorer.score_answer(answer=given, entry=entry))
+                except Exception:  # some datasets raise where they should find no answer in a text
+                    score, unread = 0.0, unread + 1
+        return Result(score, {"tries": tries, "solved": float(score >= SOLVED), "unread": unread})
 
     def _literal(self, entry: Any) -> str:
         """Return an entry as a literal of Python: JSON would make lists of its tuples, and strings of its keys."""

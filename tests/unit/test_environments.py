@@ -52,8 +52,20 @@ def test_a_right_answer_of_a_dataset_is_rewarded_and_a_wrong_one_as_the_dataset_
             result, _ = play(environment, prompt, text)
             score = source.score_answer(answer=answer, entry=entry)
             assert result.reward == score
-            assert result.metrics == {"tries": 1, "solved": float(score == 1.0)}
+            assert result.metrics == {"tries": 1, "solved": float(score == 1.0), "unread": 0}
         assert source.score_answer(answer=entry["answer"], entry=entry) == 1.0
+
+
+def test_an_answer_for_which_the_dataset_raises_is_wrong_and_may_be_corrected() -> None:
+    environment = load_environment("reasoning_gym/prime_factorization", {}, {"tries": 2})
+    (prompt,) = first_prompts(environment, 1)
+    entry = reasoning_gym.create_dataset("prime_factorization", seed=0, size=100)[0]
+    with pytest.raises(ValueError, match="invalid literal for int"):
+        reasoning_gym.create_dataset("prime_factorization").score_answer(answer="I do not know", entry=entry)
+    result, _ = play(environment, prompt, "I do not know", entry["answer"])
+    assert (result.reward, result.metrics) == (1.0, {"tries": 2, "solved": 1.0, "unread": 1})
+    result, _ = play(environment, prompt, "two", "three")
+    assert (result.reward, result.metrics) == (0.0, {"tries": 2, "solved": 0.0, "unread": 2})
 
 
 def test_an_entry_travels_with_its_row() -> None:
@@ -88,9 +100,13 @@ def test_a_wrong_answer_may_be_corrected() -> None:
     (prompt,) = first_prompts(environment, 1)
     right = prompt.answer["answer"]
     result, read = play(environment, prompt, "1e9", right)
-    assert (result.reward, result.metrics, read) == (1.0, {"tries": 2, "solved": 1.0}, ["{user}No."])
+    assert (result.reward, result.metrics, read) == (
+        1.0,
+        {"tries": 2, "solved": 1.0, "unread": 0},
+        ["{user}No."],
+    )
     result, read = play(environment, prompt, "1e9", "2e9", "3e9")
-    assert (result.metrics, read) == ({"tries": 3, "solved": 0.0}, ["{user}No."] * 2)
+    assert (result.metrics, read) == ({"tries": 3, "solved": 0.0, "unread": 0}, ["{user}No."] * 2)
 
 
 @pytest.mark.parametrize("room", [0, 2, 8, 9], ids=lambda room: f"{room}-bytes-after-an-answer")
@@ -99,12 +115,12 @@ def test_an_answer_without_room_for_another_is_the_last(room: int) -> None:
     environment = load_environment("reasoning_gym/chain_sum", {}, {"tries": 3, "feedback": "No."})
     (prompt,) = first_prompts(environment, 1)
     result, read = play(environment, prompt, "1e9", max_tokens=3 + room)
-    assert (result.metrics, read) == ({"tries": 1, "solved": 0.0}, [])
+    assert (result.metrics, read) == ({"tries": 1, "solved": 0.0, "unread": 0}, [])
     right = prompt.answer["answer"]
     result, read = play(environment, prompt, "1e9", right, max_tokens=3 + 9 + len(right))
-    assert (result.reward, result.metrics) == (1.0, {"tries": 2, "solved": 1.0})
+    assert (result.reward, result.metrics) == (1.0, {"tries": 2, "solved": 1.0, "unread": 0})
     result, read = play(environment, prompt, "1e9", "2e9", max_tokens=3 + 9 + 3 + room)
-    assert (result.metrics, read) == ({"tries": 2, "solved": 0.0}, ["{user}No."])
+    assert (result.metrics, read) == ({"tries": 2, "solved": 0.0, "unread": 0}, ["{user}No."])
 
 
 def test_rows_are_different_and_those_of_seeds_are_disjoint() -> None:
@@ -228,7 +244,7 @@ def test_an_episode_that_runs_out_of_turns_has_the_rewards_until_then() -> None:
     corrected = load_environment("reasoning_gym/chain_sum", {}, {"tries": 3})
     (prompt,) = first_prompts(corrected, 1)
     result, read = play(corrected, prompt, "1e9", "2e9", max_turns=2)
-    assert (result.metrics, len(read)) == ({"tries": 2, "solved": 0.0}, 1)
+    assert (result.metrics, len(read)) == ({"tries": 2, "solved": 0.0, "unread": 0}, 1)
 
 
 @pytest.mark.parametrize("seed", range(4))
