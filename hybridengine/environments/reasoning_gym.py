@@ -69,7 +69,7 @@ class ReasoningGym:
             entry = source[index]
             asked = {"role": "user", "content": entry["question"]}
             # All of the entry: some datasets take seconds for one, or make another one in another process.
-            answer = {"answer": str(entry["answer"]), "entry": self._literal(entry)}
+            answer = {"answer": str(entry["answer"]), "entry": _literal(entry)}
             yield Prompt([*system_message(self._settings.instructions), asked], answer, f"{asked['content']}")
 
     async def play(self, client: Client, row: Row, answer: Any) -> Result:
@@ -91,18 +91,6 @@ class ReasoningGym:
                     score, unread = 0.0, unread + 1
         return Result(score, {"tries": tries, "solved": float(score >= SOLVED), "unread": unread})
 
-    def _literal(self, entry: Any) -> str:
-        """Return an entry as a literal of Python: JSON would make lists of its tuples, and strings of its keys."""
-        text = repr(plain(entry))
-        try:
-            ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            raise DataError(
-                f"has a problem that is not made of numbers, texts and collections of them ({shown(text)}), and cannot be"
-                " written to a data file; choose another dataset"
-            ) from None
-        return text
-
     def _dataset(self, seed: int, size: int) -> Any:
         import reasoning_gym
 
@@ -110,3 +98,16 @@ class ReasoningGym:
             return reasoning_gym.create_dataset(self._name, seed=seed, size=size, **self._options)
         except Exception as error:  # asserts and whatever a dataset's configuration raises
             raise constructed(error) from None
+
+
+def _literal(entry: Any) -> str:
+    """Return an entry as a literal of Python: JSON would make lists of its tuples, and strings of its keys."""
+    text = repr(plain(entry))
+    try:
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        raise DataError(
+            f"has a problem that is not made of numbers, texts and collections of them ({shown(text)}), and cannot be"
+            " written to a data file; choose another dataset"
+        ) from None
+    return text
