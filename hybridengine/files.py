@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -14,6 +15,8 @@ from typing import Any, TypeVar
 from hybridengine.errors import OutputError, UnreadableError
 
 T = TypeVar("T")
+NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
+"""Errors of flock(2) on file systems without support for locks."""
 
 
 def check_regular(path: str | Path) -> None:

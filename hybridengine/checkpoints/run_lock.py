@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import socket
@@ -11,10 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hybridengine.errors import ConfigError
+from hybridengine.files import NO_LOCKS
 
 LOCK_FILE = "run.lock"
-NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL}
-"""Errors of file systems without support for locks."""
 
 
 @contextlib.contextmanager

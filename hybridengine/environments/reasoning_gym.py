@@ -93,9 +93,13 @@ class ReasoningGym:
 
     def _dataset(self, seed: int, size: int) -> Any:
         import reasoning_gym
+        from reasoning_gym.composite import DatasetSpec
 
+        options = dict(self._options)
         try:
-            return reasoning_gym.create_dataset(self._name, seed=seed, size=size, **self._options)
+            if self._name == "composite":
+                options["datasets"] = [DatasetSpec(**one) for one in options.get("datasets", ())]
+            return reasoning_gym.create_dataset(self._name, seed=seed, size=size, **options)
         except Exception as error:  # asserts and whatever a dataset's configuration raises
             raise constructed(error) from None
 

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
+from hybridengine.files import NO_LOCKS
+
 LOOK_S = 0.02
 """Time between two looks for a core that another process has freed."""
 
@@ -40,7 +42,8 @@ class Cores:
         try:
             yield
         finally:
-            fcntl.flock(core, fcntl.LOCK_UN)
+            with contextlib.suppress(OSError):  # of a file system without locks
+                fcntl.flock(core, fcntl.LOCK_UN)
             self._unused.append(core)
 
     def _taken(self) -> int | None:
@@ -50,9 +53,13 @@ class Cores:
                 core = self._unused.popleft()
                 try:
                     fcntl.flock(core, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return core
                 except BlockingIOError:
                     self._unused.append(core)
+                    continue
+                except OSError as error:
+                    if error.errno not in NO_LOCKS:
+                        raise  # without locks, the cores are those of this process alone
+                return core
         return None
 
 

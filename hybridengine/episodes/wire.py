@@ -86,7 +86,7 @@ class Ended:
 
 _MESSAGES = (Limits, RunTokenizer, DrawnTurn, Wanted, Ended)
 _FIELDS = {kind.__name__: [one.name for one in fields(kind)] for kind in _MESSAGES}
-_FIELDS |= {"ping": [], "alive": []}  # messages without content
+_FIELDS |= {"ping": [], "alive": [], "worn": []}  # messages without content
 VERSION = f"{__version__} (messages {zlib.crc32(repr(_FIELDS).encode()):08x})"
 """Version of this project and of these messages, which must be that of the other side."""
 

@@ -125,9 +125,9 @@ def _follow(task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[
     try:
         ray = meeting.wait({RAY: task.hosts[0]}, deadline, "Ray on the first node", check=stopping.check)[RAY]
     except LaunchEnded as end:
-        if ways:
-            raise
-        raise WorkerError(str(end)) from None  # because this node is cut off
+        if task.host in (_end_of(meeting) or {}).get("cut_off", ()):
+            raise WorkerError(str(end)) from None
+        raise
     if ray["node"] not in ways:
         raise WorkerError(
             f"{task.host} does not reach the address {ray['node']} of {task.folder / RAY}, which is that of an earlier"
@@ -145,14 +145,9 @@ def _follow(task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[
     ) as ray_node:
         ray_node.wait(deadline, check)
         say(f"{task.host} has joined Ray at {ray['address']} from {own}")
-        give_up = None
+        # Also without the launcher: the run needs this node, and the first one ends it, or Ray ends with that node.
         while (end := _end_of(meeting)) is None:
             ray_node.check()
-            if stopping.is_cut_off:
-                # The first node saves the run's step, and needs this one for it.
-                give_up = give_up or time.monotonic() + SAVE_LIMIT_S
-                if time.monotonic() > give_up:
-                    stopping.check()
             time.sleep(POLL_S)
     say(f"{task.host} is done: {end['reason'] or 'the run has ended'}")
 
@@ -197,6 +192,8 @@ class Lead:
         """Address -> name of each node."""
         self._without_ray = task.host
         """Name of the node whose Ray has ended, if one's has."""
+        self._cut_off: list[str] = []
+        """Nodes that reach no address of this one."""
         self._ended = threading.Event()
 
     def carry_out(self) -> int:
@@ -242,7 +239,8 @@ class Lead:
                 raise
             finally:
                 try:
-                    self._meeting.write(END, status=status, reason=reason, asked=self._stopping.asked)
+                    end = {"reason": reason, "asked": self._stopping.asked, "cut_off": self._cut_off}
+                    self._meeting.write(END, status=status, **end)
                 except OutputError as error:  # the other nodes end with Ray
                     self._say(str(error))
         return status
@@ -260,6 +258,7 @@ class Lead:
             files = {f"node-{index}.json": name for index, name in enumerate(task.hosts) if index}
             said = self._meeting.wait(files, self._deadline, "other nodes", check=self._check)
         found = {files[name]: values["ways"] for name, values in said.items()}
+        self._cut_off = [name for name, ways in found.items() if not ways]
         own = common_address(candidates, found)
         self._addresses = {own: task.host} | {ways[own]: name for name, ways in found.items()}
         if len(self._addresses) < len(task.hosts):

@@ -115,7 +115,7 @@ def launch(plan: SshLaunch, say: Callable[[str], None]) -> int:
             return status
         if not lost:
             lost = hosts[:1]  # Ray has ended there, or has lost a node that ssh still reaches
-        failed = list(dict.fromkeys([*failed, *lost]))
+        failed = [host for host in failed if host not in lost] + lost  # those that failed last come last
         say(f"attempt {attempt + 1} has lost {listed(lost)}")
     raise WorkerError(
         f"{plan.retries + 1} attempts have lost nodes; see the output above, and start the launch again with other hosts,"

@@ -68,6 +68,18 @@ def test_an_answer_for_which_the_dataset_raises_is_wrong_and_may_be_corrected() 
     assert (result.reward, result.metrics) == (0.0, {"tries": 2, "solved": 0.0, "unread": 2})
 
 
+def test_a_mixture_of_datasets_is_played() -> None:
+    mixture = [{"name": name, "weight": 1, "config": {}} for name in ("chain_sum", "spell_backward")]
+    environment = load_environment("reasoning_gym/composite", {"datasets": mixture}, {})
+    prompts = first_prompts(environment, 10)
+    sources = {ast.literal_eval(one.answer["entry"])["metadata"]["source_dataset"] for one in prompts}
+    assert sources == {"chain_sum", "spell_backward"}
+    assert [play(environment, one, one.answer["answer"])[0].reward for one in prompts] == [1.0] * 10
+    wrong = {"datasets": [{"name": "chain_sum"}]}
+    with pytest.raises(DataError, match=r"refuses its options \(TypeError: .*missing 2 required"):
+        load_environment("reasoning_gym/composite", wrong, {})
+
+
 def test_an_entry_travels_with_its_row() -> None:
     """Some datasets take seconds for one, or make another one in each process."""
     environment = load_environment("reasoning_gym/chain_sum", {}, {})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -67,6 +69,28 @@ def test_the_core_of_a_process_that_is_killed_is_free(tmp_path: Path) -> None:
             pass
 
     asyncio.run(use())
+
+
+def test_without_locks_the_cores_are_those_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(core: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    shared, spans = Cores(tmp_path / "cores", [0, 1]), []
+
+    async def use() -> None:
+        async with shared.one():
+            begun = time.monotonic()
+            await asyncio.sleep(0.1)
+            spans.append((begun, time.monotonic()))
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(use() for _ in range(6)))
+
+    asyncio.run(all_of_them())
+    assert (len(spans), most_at_once(spans)) == (6, 2)
 
 
 def test_tools_of_several_loops_share_the_cores_and_their_files(tmp_path: Path) -> None:

@@ -199,29 +199,59 @@ class NoRay:
     def check(self) -> None: ...
 
 
-@pytest.mark.usefixtures("signals")
-@pytest.mark.parametrize("saves", [True, False])
-def test_a_node_without_a_launcher_stays_until_the_step_is_saved(
-    saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The first node's run needs it for that."""
+def joining(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ways: dict[str, str]
+) -> tuple[Meeting, NodeTask]:
+    """Return the meeting and the task of a second node without a launcher, which reaches the first one in these ways."""
     monkeypatch.setattr(node, "RayNode", NoRay)
-    monkeypatch.setattr(node, "SAVE_LIMIT_S", 60 if saves else 0.5)
     monkeypatch.setattr(node, "own_addresses", lambda *_: ["10.0.0.2"])
-    monkeypatch.setattr(node, "reached", lambda *_: {"10.0.0.1": "10.0.0.2"})
-    monkeypatch.setattr(Stopping, "_watch", lambda self: setattr(self, "is_cut_off", True))
+    monkeypatch.setattr(node, "reached", lambda *_: ways)
+    monkeypatch.setattr(Stopping, "_watch", lambda self: None)
     meeting = Meeting(tmp_path, print)
     meeting.write("head.json", addresses=["10.0.0.1"], port=1, secret="", versions=versions())
+    return meeting, replace(task_of(tmp_path, 1, "a", "b"), attached=True)
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize("ends", ["the run", "Ray"])
+def test_a_node_without_a_launcher_stays_until_the_run_or_ray_has_ended(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The run needs it, and may go on with the first node's launcher."""
+    meeting, task = joining(tmp_path, monkeypatch, {"10.0.0.1": "10.0.0.2"})
     meeting.write_token()
     meeting.write("ray.json", address="10.0.0.1:1", node="10.0.0.1")
-    task = replace(task_of(tmp_path, 1, "a", "b"), attached=True)
-    if saves:
-        timer = threading.Timer(2.0, meeting.write, (END,), {"status": 0, "reason": ""})
-        timer.start()
+    begun = time.monotonic()
+    monkeypatch.setattr(Stopping, "_watch", lambda self: setattr(self, "is_cut_off", True))
+    monkeypatch.setattr(node, "SAVE_LIMIT_S", 0.5)
+
+    def check(_: NoRay) -> None:
+        if ends == "Ray" and time.monotonic() > begun + 2:
+            raise RayEnded("Ray has ended on b")
+
+    monkeypatch.setattr(NoRay, "check", check)
+    if ends == "the run":
+        threading.Timer(2.0, meeting.write, (END,), {"status": 0, "reason": ""}).start()
         assert run_node(task, print) == 0
     else:
-        with pytest.raises(WorkerError, match="the connection to the launcher is gone"):
+        with pytest.raises(RayEnded, match="Ray has ended on b"):
             run_node(task, print)
+    assert time.monotonic() - begun > 1.9
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize("is_cut_off", [False, True])
+def test_only_a_node_that_was_cut_off_fails_when_the_launch_ends_before_it_has_joined(
+    is_cut_off: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Another one may reach nothing because the first node has gone for another reason, and is not to be replaced."""
+    meeting, task = joining(tmp_path, monkeypatch, {})
+    meeting.write(END, status=1, reason="no address", cut_off=["b"] if is_cut_off else ["c"])
+    if is_cut_off:
+        with pytest.raises(WorkerError, match="the launch has ended: no address"):
+            run_node(task, print)
+    else:
+        assert run_node(task, print) == 0
 
 
 @pytest.mark.usefixtures("signals")
