@@ -142,6 +142,11 @@ def test_against_loops(name: str) -> None:
 def test_by_hand() -> None:
     scores, groups = torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0]), torch.tensor([0, 0, 0, 1, 1])
     assert pass_at_k(scores, groups, normalize_std=False).tolist() == [0.5, 0.0, 0.0, 0.0, 0.0]
+    dropped = torch.tensor([True, True, False, True, True])
+    equal = torch.tensor([1.0, 0.5, 1.0, 0.0, 0.0])
+    assert pass_at_k(equal, torch.zeros(5, dtype=torch.int64), dropped, normalize_std=False).tolist() == [
+        *(0.5, 0.0, 0.0, 0.0, 0.0)
+    ]
     lengths = torch.tensor([1, 2, 1, 7, 9])
     assert length_weighted(scores, lengths, groups).tolist() == [0.625, -0.375, 0.125, 0.0, 0.0]
 

@@ -45,7 +45,7 @@ def test_a_right_answer_of_a_dataset_is_rewarded_and_a_wrong_one_as_the_dataset_
             {"role": "user", "content": entry["question"]},
         ]
         for text, answer in (
-            (entry["answer"], entry["answer"]),
+            (f"\n {entry['answer']} \n", entry["answer"]),
             (f"Well.\n<answer>{entry['answer']}</answer>", entry["answer"]),
             ("no idea", "no idea"),
         ):

@@ -73,6 +73,7 @@ def test_long_prompts_are_not_sent(folder: Path) -> None:
         ({"regex": "score: (.*)"}, "score: 1\nscore: 3 ", 3.0),
         ({"regex": "a(1)?"}, "a", None),
         ({"range": (0, 10)}, "10", 10.0),
+        ({"range": (0, 10)}, "0", 0.0),
         ({"range": (0, 10)}, "11", None),
         ({"range": (0, 10)}, "-1", None),
     ],
