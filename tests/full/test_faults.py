@@ -302,9 +302,7 @@ def test_a_cluster_that_no_longer_has_the_ranks_ends_the_run_with_both_reasons(
     assert [row[keys.STEP] for row in outcome.rows][:2] == [0, 1]
 
 
-def test_a_base_model_is_warmed_up_again_after_a_fault(
-    runs: Runs, ray_cluster: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_base_model_is_warmed_up_again_after_a_fault(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapters' rank, which starts afterwards, does not take the only CPU of the rank that warms it up."""
     warm_up, attempts = _Run._warm_up, []
 
@@ -315,7 +313,7 @@ def test_a_base_model_is_warmed_up_again_after_a_fault(
         warm_up(run, *arguments)
 
     monkeypatch.setattr(_Run, "_warm_up", fails_once)
-    others = placement_group([{"CPU": ray_cluster - 1}])
+    others = placement_group([{"CPU": ray.available_resources()["CPU"] - 1}])
     try:
         ray.get(others.ready(), timeout=LIMIT_S)
         outcome = runs("adapters", [], *ONE_RANK, "actor.lora.rank=8", "run.steps=1", "run.eval_every=0")
