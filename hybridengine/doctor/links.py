@@ -97,6 +97,11 @@ def reach(ports: Mapping[str, int], measured: Collection[str] = ()) -> dict[str,
     return found
 
 
+def unreachable(ports: Mapping[str, int]) -> dict[str, LinkFacts]:
+    """Return the facts about those ways from this node to ports of others that lead nowhere: few of thousands, if any."""
+    return {host: one for host, one in reach(ports).items() if one.error}
+
+
 def probe_all(ports: Mapping[str, int]) -> dict[str, LinkFacts]:
     """Return the facts, without figures, about the ways from this node to ports of others, whatever listens there."""
     with ThreadPoolExecutor(MOST_CONNECTING) as threads:

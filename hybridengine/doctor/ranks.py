@@ -15,7 +15,7 @@ from hybridengine.controller.pool import ResourcePool
 from hybridengine.doctor.findings import Level, merged
 from hybridengine.doctor.judging import RunNeeds, judge_folder, judge_reads, judge_sameness
 from hybridengine.doctor.judging_links import judge_ports
-from hybridengine.doctor.links import LinkFacts, reach
+from hybridengine.doctor.links import LinkFacts, unreachable
 from hybridengine.doctor.node_facts import (
     NodeFacts,
     installed_packages,
@@ -82,14 +82,14 @@ def rank_problems(pools: Sequence[ResourcePool], folder: Path, reads: Mapping[st
 
 
 def _links_between(pools: Sequence[ResourcePool]) -> dict[str, dict[str, LinkFacts]]:
-    """Return the facts about the links from each node to those of other pools, which exchange rows and weights; ranks of
-    one pool have reached each other when they joined their world."""
+    """Return the facts about the links that do not lead from a node to those of other pools, with which it exchanges
+    rows and weights; ranks of one pool have reached each other when they joined their world."""
     ports = {one["NodeManagerAddress"]: one["ObjectManagerPort"] for one in ray.nodes() if one["Alive"]}
     used = {node: ports[node] for pool in pools for node in pool.nodes if node in ports}
 
     def question(pool: ResourcePool) -> tuple[Any, ...] | None:
         far = {node: port for node, port in used.items() if node not in pool.nodes}
-        return (reach, far) if far else None
+        return (unreachable, far) if far else None
 
     return _ask(pools, question)
 
