@@ -50,7 +50,7 @@ class Stopping:
         if self.is_cut_off:
             raise WorkerError("the connection to the launcher is gone; start the launch again")
         if self._lost and self._run is None:
-            raise WorkerError(f"{self._lost} has failed before the run began; start the launch again")
+            raise WorkerError(f"{self._lost} has failed before the run began; see its lines above")
         if self.asked and self._leads and self._run is None:
             text = "stopped before the run began; start the launch again"
             raise KeyboardInterrupt(text) if self._is_interrupted else StoppedError(text)

@@ -79,5 +79,5 @@ def test_the_first_node_is_told_of_a_host_that_fails(case: str):
         if case == "runs":
             assert node.stdout.read() == b"goes on without u@b\n"
         else:
-            text = b"WorkerError: u@b has failed before the run began; start the launch again"
+            text = b"WorkerError: u@b has failed before the run began; see its lines above"
             assert text in node.stderr.read()
