@@ -16,6 +16,8 @@ from weakref import WeakKeyDictionary
 
 from hybridengine.files import NO_LOCKS
 
+QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
+"""Microseconds of processor time in each period, and the period, of the container (cgroups of version 2)."""
 LOOK_S = 0.02
 """Time between two looks for a core that another process has freed."""
 
@@ -66,8 +68,17 @@ class Cores:
 @cache
 def _cores() -> Cores:
     """Return the cores that this process may use, which all processes of this user on the host share."""
-    numbers = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
-    return Cores(Path(tempfile.gettempdir()) / f"hybridengine-cores-{os.getuid()}", sorted(numbers))
+    numbers = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else range(os.cpu_count() or 1)
+    return Cores(Path(tempfile.gettempdir()) / f"hybridengine-cores-{os.getuid()}", numbers[: _quota()])
+
+
+def _quota() -> int | None:
+    """Return the number of cores whose time a container may use; None without such a limit."""
+    try:
+        time_us, period_us = QUOTA_FILE.read_text().split()
+        return max(1, int(time_us) // int(period_us))
+    except (OSError, ValueError):  # no cgroup of version 2, or "max"
+        return None
 
 
 os.register_at_fork(after_in_child=_cores.cache_clear)  # a child's locks would be its parent's

@@ -93,6 +93,19 @@ def test_without_locks_the_cores_are_those_of_the_process(
     assert (len(spans), most_at_once(spans)) == (6, 2)
 
 
+@pytest.mark.parametrize(
+    ("text", "quota"),
+    [("max 100000", None), ("250000 100000\n", 2), ("50000 100000", 1), ("", None), (None, None)],
+)
+def test_a_container_has_no_more_cores_than_it_may_use(
+    text: str | None, quota: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "QUOTA_FILE", tmp_path / "cpu.max")
+    if text is not None:
+        (tmp_path / "cpu.max").write_text(text)
+    assert cores._quota() == quota
+
+
 def test_tools_of_several_loops_share_the_cores_and_their_files(tmp_path: Path) -> None:
     """As those of functions in threads that call asyncio.run."""
     shared, spans, before = Cores(tmp_path / "cores", [0, 1]), [], len(os.listdir("/proc/self/fd"))

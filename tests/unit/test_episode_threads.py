@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from contextlib import closing
 
@@ -11,7 +12,7 @@ import pytest
 from hybridengine.episodes.processes import Episodes
 from hybridengine.episodes.threads import Threads
 from hybridengine.episodes.wire import Wanted
-from tests.unit.test_episode_processes import LIMIT_S, limits, played, row, section, turn_of
+from tests.unit.test_episode_processes import LIMIT_S, group_of, limits, played, row, section, turn_of
 
 
 def test_calls_of_all_episodes_run_at_once() -> None:
@@ -46,6 +47,21 @@ def test_new_episodes_begin_in_another_process_once_calls_go_on_after_their_epis
         with pytest.raises(ProcessLookupError):
             os.kill(int(worn or 0), 0)
     assert caplog.text.count("go on after the end of their episodes") == 1
+
+
+def test_a_worn_process_that_ends_is_not_replaced_again() -> None:
+    with closing(Episodes(section(), limits(deadline_s=6.0), None)) as episodes:
+        episodes.start()
+        for number in range(8):
+            episodes.begin(number, row("thread 3600"), [])
+        played(episodes, 8)
+        episodes.begin(8, row("thread 5"), [])
+        wait_for(episodes, 2, "a new process")
+        (worn,) = [one for one in episodes._processes if one.running]
+        os.killpg(group_of(worn.guarded), signal.SIGKILL)
+        ended, _ = played(episodes, 1)
+        assert ended[8].kind == ""
+        assert worn not in episodes._processes and len(episodes._processes) == 1
 
 
 def wait_for(episodes: Episodes, num_processes: int, what: str) -> None:
