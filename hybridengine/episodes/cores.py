@@ -69,7 +69,11 @@ class Cores:
 def _cores() -> Cores:
     """Return the cores that this process may use, which all processes of this user on the host share."""
     numbers = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else range(os.cpu_count() or 1)
-    return Cores(Path(tempfile.gettempdir()) / f"hybridengine-cores-{os.getuid()}", numbers[: _quota()])
+    folder, numbers = Path(tempfile.gettempdir()) / f"hybridengine-cores-{os.getuid()}", numbers[: _quota()]
+    try:
+        return Cores(folder, numbers)
+    except OSError:  # what has this name is not the user's folder: the cores are those of this process alone
+        return Cores(Path(tempfile.mkdtemp(dir=os.getcwd())), numbers)
 
 
 def _quota() -> int | None:

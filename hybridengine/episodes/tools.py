@@ -46,10 +46,12 @@ async def run_process(
     timeout_s: float = 10.0,
     memory_bytes: int = 512 * 2**20,
     output_bytes: int = 2**16,
+    takes_core: bool = True,
 ) -> ToolResult:
     """Run a command in an empty folder of its own, with `given` as its input; return its result.
 
-    It waits until one of the host's cores is free of other tools; `timeout_s` begins then. The process and its children,
+    It waits until one of the host's cores is free of other tools; `timeout_s` begins then. A command that waits for
+    others (`docker exec`), or with which other tools talk, need not: `takes_core=False`. The process and its children,
     unless they leave its session, are killed after `timeout_s`, or once they have written more than `output_bytes`; on
     Linux the process also ends with this one. It has no environment but PATH and its own HOME, and may allocate
     `memory_bytes` of memory, write files of as much, and use one core for `timeout_s`. It is not isolated from the
@@ -73,7 +75,7 @@ async def run_process(
     # Loaded here: a process that has forked may not load libraries.
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
-    async with core_of_this_host():
+    async with core_of_this_host() if takes_core else contextlib.nullcontext():
         folder = tempfile.mkdtemp(dir=os.getcwd())  # that of the episodes' process, which is removed with it
         try:
             try:

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -136,3 +137,32 @@ def test_the_time_of_a_tool_begins_when_it_has_a_core(
     begun = time.monotonic()
     assert asyncio.run(tools()) == [""] * 4
     assert time.monotonic() - begun >= 8, "one after the other"
+
+
+def test_a_command_that_waits_for_others_takes_no_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shared = Cores(tmp_path / "cores", [0])
+    monkeypatch.setattr(cores, "_cores", lambda: shared)
+
+    async def beside_a_tool() -> str:
+        async with shared.one(), asyncio.timeout(60):
+            return (await run_process(["echo", "hello"], takes_core=False, timeout_s=50)).output
+
+    assert asyncio.run(beside_a_tool()) == "hello\n"
+
+
+def test_what_has_the_name_of_the_folder_keeps_no_tool_from_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    monkeypatch.chdir(own)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    (tmp_path / f"hybridengine-cores-{os.getuid()}").touch()
+    cores._cores.cache_clear()
+    try:
+        assert asyncio.run(run_process(["echo", "hello"], timeout_s=50)).output == "hello\n"
+    finally:
+        cores._cores.cache_clear()
