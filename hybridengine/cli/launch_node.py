@@ -54,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option(
         "--attached",
         action="store_true",
-        help="end when standard input does; its lines `stop` and `lost HOST` ask to stop and tell of a host that failed",
+        help="end when standard input does; its lines `stop`, `lost HOST` and `over` are those of launch ssh",
     )
     add_start_limit(parser)
 

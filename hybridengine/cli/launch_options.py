@@ -32,7 +32,7 @@ def add_size_options(parser: argparse.ArgumentParser) -> None:
         help="GPUs of a node, on which pools may share it (default: the most ranks that a pool has on one node; none with"
         " cluster.device=cpu or auto)",
     )  # fmt: skip
-    option("--cpus-per-node", type=count, metavar="N", help="CPUs of a node that the run takes")
+    option("--cpus-per-node", type=count, metavar="N", help="CPUs of a node that the launch asks for")
 
 
 def add_start_limit(parser: argparse.ArgumentParser) -> None:

@@ -280,9 +280,9 @@ def place_pools(
         others = f" and {len(crowded) - MOST_NAMED} more" if len(crowded) > MOST_NAMED else ""
         wanted = sum(map(sum, pools.values()))
         misfits.append(
-            f"no room is left for {', '.join(crowded[:MOST_NAMED])}{others}: the run wants {wanted} ranks, and the"
-            f" cluster has room for {room}: {_listing(offers)}; choose smaller parallel sizes, put roles on one pool,"
-            " or start the cluster with more nodes, CPUs or GPUs"
+            f"no nodes with room are left for {', '.join(crowded[:MOST_NAMED])}{others}: the run wants {wanted} ranks,"
+            f" and the cluster has room for {room}: {_listing(offers)}; choose smaller parallel sizes, put roles on one"
+            " pool, or start the cluster with more nodes, CPUs or GPUs"
         )
     found, unplaced = defaultdict[str, list[str]](list), {_configured(name) for name in {*names} - {*places}}
     for name in names:

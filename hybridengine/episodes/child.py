@@ -200,7 +200,8 @@ class _Episodes:
             else:
                 kind, text = _failure(error, kind)
         if calls:
-            self._loop.call_later(LEFT_S, self._count_left, calls)
+            # Not calls to come: of tasks that it has started, and that work for other episodes.
+            self._loop.call_later(LEFT_S, self._count_left, {*calls})
         if (
             self._tasks.get(number) is asyncio.current_task()
         ):  # otherwise it was dropped, and may have begun again
@@ -211,7 +212,7 @@ class _Episodes:
 
     def _count_left(self, calls: set[Future[Any]]) -> None:
         """Count calls in threads that go on after their episode; tell the rank if there are too many."""
-        if self._threads.num_left({*calls}) >= self._threads.most_left:
+        if self._threads.num_left(calls) >= self._threads.most_left:
             self._send("worn", None)
 
 

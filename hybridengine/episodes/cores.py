@@ -55,12 +55,14 @@ class Cores:
                 core = self._unused.popleft()
                 try:
                     fcntl.flock(core, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    self._unused.append(core)
-                    continue
                 except OSError as error:
-                    if error.errno not in NO_LOCKS:
-                        raise  # without locks, the cores are those of this process alone
+                    if (
+                        error.errno not in NO_LOCKS
+                    ):  # without locks, the cores are those of this process alone
+                        self._unused.append(core)
+                        if not isinstance(error, BlockingIOError):
+                            raise
+                        continue
                 return core
         return None
 

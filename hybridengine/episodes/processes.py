@@ -244,8 +244,8 @@ class Episodes:
         """Start another process for new episodes in place of a worn one, which keeps those that it has."""
         if not process.is_worn:
             _logger.warning(
-                "rollout.episode: calls in threads (asyncio.to_thread) go on after the end of their episodes; new ones"
-                " begin in another process. Give such calls a time limit"
+                "rollout.episode: calls in threads (asyncio.to_thread) go on long after their episodes have ended; new"
+                " episodes begin in another process"
             )
             process.is_worn = True
             self._processes.append(self._starter.start())

@@ -145,9 +145,18 @@ def _follow(task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[
     ) as ray_node:
         ray_node.wait(deadline, check)
         say(f"{task.host} has joined Ray at {ray['address']} from {own}")
+        give_up = None
         # Also without the launcher: the run needs this node, and the first one ends it, or Ray ends with that node.
         while (end := _end_of(meeting)) is None:
             ray_node.check()
+            if (
+                stopping.is_over
+            ):  # the next attempt waits for the run's folder, and the first node may not know
+                give_up = give_up or time.monotonic() + SAVE_LIMIT_S
+                if time.monotonic() > give_up:
+                    raise WorkerError(
+                        "the launcher has ended this attempt, and the run has not ended by itself"
+                    )
             time.sleep(POLL_S)
     say(f"{task.host} is done: {end['reason'] or 'the run has ended'}")
 

@@ -19,7 +19,7 @@ from hybridengine.errors import ConfigError, UnreadableError, WorkerError
 from hybridengine.files import read_text
 from hybridengine.launch.meeting import listed
 from hybridengine.launch.node import NODE_LOST
-from hybridengine.launch.stopping import LOST_LINE, STOP_LINE
+from hybridengine.launch.stopping import LOST_LINE, OVER_LINE, STOP_LINE
 
 ALIVE_INTERVAL_S, ALIVE_COUNT, CONNECT_LIMIT_S = 15, 4, 10
 SSH = (
@@ -257,6 +257,7 @@ class _Nodes:
         for process in self._processes:
             with suppress(OSError):
                 assert process.stdin is not None
+                process.stdin.write(f"{OVER_LINE}\n".encode())
                 process.stdin.close()
         deadline = time.monotonic() + CLOSE_LIMIT_S
         for process in self._processes:

@@ -12,8 +12,9 @@ from types import FrameType
 from hybridengine.errors import StoppedError, WorkerError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-STOP_LINE, LOST_LINE = "stop", "lost"
-"""Lines of a launcher over ssh to the first node: a request to stop, and a host that has failed."""
+STOP_LINE, LOST_LINE, OVER_LINE = "stop", "lost", "over"
+"""Lines of a launcher over ssh: to the first node, a request to stop and a host that has failed; to all, the end of the
+attempt, which a connection that breaks is not."""
 
 
 class Stopping:
@@ -25,7 +26,7 @@ class Stopping:
         A node that does not lead ignores signals: a scheduler sends them to all nodes, and the run needs them until it
         has saved its step.
         """
-        self.asked, self.is_cut_off = False, False
+        self.asked, self.is_cut_off, self.is_over = False, False, False
         self._is_interrupted, self._lost = False, ""
         self._leads, self._say = leads, say
         self._run: subprocess.Popen[bytes] | None = None
@@ -75,4 +76,6 @@ class Stopping:
                     os.kill(os.getpid(), signal.SIGTERM)
                 elif kind == LOST_LINE:
                     self._lost = host
+                elif kind == OVER_LINE:
+                    self.is_over = True
         self.is_cut_off = True

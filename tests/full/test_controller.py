@@ -212,7 +212,8 @@ def test_pools_that_do_not_fit_side_by_side_are_refused_before_they_start(ray_cl
     config = load_config("configs/async-ppo.yaml", changes)
     assert config.num_ranks == ray_cluster + 1
     with pytest.raises(
-        ConfigError, match=r"^no room is left for engine 10 of pool 'engines' with ranks_per_node=\[1\]: "
+        ConfigError,
+        match=r"^no nodes with room are left for engine 10 of pool 'engines' with ranks_per_node=\[1\]: ",
     ):
         RunPools(config)
 

@@ -29,6 +29,11 @@ def serve_as_an_earlier_version(channel: socket.socket) -> None:
     channel.recv(1)
 
 
+async def work() -> None:
+    while True:
+        await asyncio.to_thread(time.sleep, 0.2)
+
+
 async def block_later() -> None:
     await asyncio.sleep(0.5)
     time.sleep(3600)
@@ -86,6 +91,10 @@ async def does_what_the_answer_says(client: Client, row: Row) -> object:
             child.LEFT_S = 0.2  # of this process
             await asyncio.to_thread(time.sleep, float(seconds))
             return float(os.getpid())
+        case ["workers", count]:
+            child.LEFT_S = 1.0
+            LEFT_BEHIND.extend(asyncio.create_task(work()) for _ in range(int(count)))
+            await asyncio.sleep(0.1)
         case ["together"]:
             await asyncio.to_thread(TOGETHER.wait, 60)
         case ["orphan"]:

@@ -13,8 +13,8 @@ def test_ranks_go_to_nodes_as_runs_place_them() -> None:
     assert place_pools({}, offers, False) == ({}, [])
     _, misfits = place_pools({"main": (4, 4), "critic": (6,)}, offers, False)
     assert misfits[0].startswith(
-        "no room is left for pool 'critic' with ranks_per_node=[6]: the run wants 14 ranks, and the cluster has room for"
-        " 12: a with 4 CPUs and 0 GPUs; b with 8 CPUs and 0 GPUs; "
+        "no nodes with room are left for pool 'critic' with ranks_per_node=[6]: the run wants 14 ranks, and the cluster"
+        " has room for 12: a with 4 CPUs and 0 GPUs; b with 8 CPUs and 0 GPUs; "
     )
     _, misfits = place_pools({"main": (9,)}, offers, False)
     assert misfits[0].startswith("ranks_per_node=[9] needs 9 ranks on 1 nodes")
@@ -29,11 +29,13 @@ def test_engines_are_placed_one_by_one_and_judged_together() -> None:
     assert places == {"main": ["a"] * 2, "critic": ["b", "c"], "engines": ["b", "c"]} and not misfits
     places, (misfit,) = place_pools({**pools, "engines.2": (2,), "critic": (1,)}, offers, False)
     assert (
-        misfit.startswith("no room is left for pool 'critic' with ranks_per_node=[1]: ")
+        misfit.startswith("no nodes with room are left for pool 'critic' with ranks_per_node=[1]: ")
         and "engines" in places
     )
     places, (misfit,) = place_pools({**pools, "engines.2": (2, 2)}, offers, False)
-    assert misfit.startswith("no room is left for engine 2 of pool 'engines' with ranks_per_node=[2, 2]: ")
+    assert misfit.startswith(
+        "no nodes with room are left for engine 2 of pool 'engines' with ranks_per_node=[2, 2]: "
+    )
     assert "engines" not in places
     _, (misfit,) = place_pools({f"engines.{number}": (2,) for number in range(9)}, offers, False)
     assert "engine 6 of pool 'engines' with ranks_per_node=[2] and 2 more: the run wants 18 ranks" in misfit

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import closing
 
 import pytest
 
+from hybridengine.episodes.process import Process
 from hybridengine.episodes.processes import Episodes
 from hybridengine.episodes.threads import Threads
-from hybridengine.episodes.wire import Wanted
+from hybridengine.episodes.wire import Ended
 from tests.unit.test_episode_processes import LIMIT_S, group_of, limits, played, row, section, turn_of
 
 
@@ -25,52 +27,74 @@ def test_calls_of_all_episodes_run_at_once() -> None:
     assert {one.kind for one in ended.values()} == {""}
 
 
+def worn(episodes: Episodes) -> Process:
+    """Let calls of eight episodes go on after their deadline; return their process, which then runs episode 8 alone."""
+    episodes.start()
+    (process,) = episodes._processes
+    for number in range(8):
+        episodes.begin(number, row("thread 3600"), [])
+    begun = time.monotonic()
+    answered(episodes, lambda: time.monotonic() > begun + 5)
+    episodes.begin(8, row("thread 8"), [])
+    answered(episodes, lambda: len(episodes._processes) == 2)
+    assert [one.number for one in process.running.values()] == [8]
+    return process
+
+
+def answered(episodes: Episodes, is_done: Callable[[], bool]) -> list[Ended]:
+    """Answer turns until something holds; return the episodes that have ended."""
+    deadline_s, ended = time.monotonic() + LIMIT_S, list[Ended]()
+    while not is_done():
+        assert time.monotonic() < deadline_s
+        for event in episodes.events(0.1):
+            if isinstance(event, Ended):
+                ended.append(event)
+            else:
+                episodes.answer(event.number, turn_of(event))
+    return ended
+
+
 def test_new_episodes_begin_in_another_process_once_calls_go_on_after_their_episodes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with closing(Episodes(section(), limits(deadline_s=6.0), None)) as episodes:
-        episodes.start()
-        for number in range(8):
-            episodes.begin(number, row("thread 3600"), [])
-        ended, _ = played(episodes, 8)
-        assert {one.kind for one in ended.values()} == {"deadline"}
-        episodes.begin(8, row("thread 5"), [])
-        wait_for(episodes, 2, "a new process")
+    with closing(Episodes(section(), limits(deadline_s=10.0), None)) as episodes:
+        process = worn(episodes)
         for number in range(9, 13):
             episodes.begin(number, row("thread 0.1"), [])
         ended, _ = played(episodes, 5)
         assert {number: one.kind for number, one in ended.items()} == dict.fromkeys(range(8, 13), "")
-        (worn,) = {ended[8].reward}
         (new,) = {ended[number].reward for number in range(9, 13)}
-        assert worn != new, "rewards are the numbers of the processes"
-        wait_for(episodes, 1, "the end of the worn process")
+        old = ended[8].reward
+        assert old is not None and old != new, "rewards are the numbers of the processes"
+        answered(episodes, lambda: len(episodes._processes) == 1)
+        assert process not in episodes._processes
         with pytest.raises(ProcessLookupError):
-            os.kill(int(worn or 0), 0)
-    assert caplog.text.count("go on after the end of their episodes") == 1
+            os.kill(int(old), 0)
+    assert caplog.text.count("go on long after their episodes have ended") == 1
 
 
 def test_a_worn_process_that_ends_is_not_replaced_again() -> None:
-    with closing(Episodes(section(), limits(deadline_s=6.0), None)) as episodes:
-        episodes.start()
-        for number in range(8):
-            episodes.begin(number, row("thread 3600"), [])
-        played(episodes, 8)
-        episodes.begin(8, row("thread 5"), [])
-        wait_for(episodes, 2, "a new process")
-        (worn,) = [one for one in episodes._processes if one.running]
-        os.killpg(group_of(worn.guarded), signal.SIGKILL)
+    with closing(Episodes(section(), limits(deadline_s=10.0), None)) as episodes:
+        process = worn(episodes)
+        os.killpg(group_of(process.guarded), signal.SIGKILL)
         ended, _ = played(episodes, 1)
         assert ended[8].kind == ""
-        assert worn not in episodes._processes and len(episodes._processes) == 1
+        assert process not in episodes._processes and len(episodes._processes) == 1
 
 
-def wait_for(episodes: Episodes, num_processes: int, what: str) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while len(episodes._processes) != num_processes:
-        assert time.monotonic() < deadline_s, f"{what} was not there in time"
-        for event in episodes.events(0.1):
-            assert isinstance(event, Wanted)
-            episodes.answer(event.number, turn_of(event))
+def test_calls_of_tasks_that_an_episode_has_started_for_all_are_not_left_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The first episode starts sixteen workers, each of which is always in a short call."""
+    with closing(Episodes(section(), limits(), None)) as episodes:
+        episodes.start()
+        processes = [*episodes._processes]
+        episodes.begin(0, row("workers 16"), [])
+        played(episodes, 1)
+        begun = time.monotonic()
+        answered(episodes, lambda: time.monotonic() > begun + 3)
+        assert episodes._processes == processes
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(

@@ -213,17 +213,18 @@ def joining(
 
 
 @pytest.mark.usefixtures("signals")
-@pytest.mark.parametrize("ends", ["the run", "Ray"])
-def test_a_node_without_a_launcher_stays_until_the_run_or_ray_has_ended(
+@pytest.mark.parametrize("ends", ["the run", "Ray", "the attempt"])
+def test_a_node_without_a_launcher_stays_until_the_run_or_ray_or_the_attempt_has_ended(
     ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The run needs it, and may go on with the first node's launcher."""
+    """The run needs it, and may go on with the first node's launcher, unless that has ended the attempt."""
     meeting, task = joining(tmp_path, monkeypatch, {"10.0.0.1": "10.0.0.2"})
     meeting.write_token()
     meeting.write("ray.json", address="10.0.0.1:1", node="10.0.0.1")
     begun = time.monotonic()
-    monkeypatch.setattr(Stopping, "_watch", lambda self: setattr(self, "is_cut_off", True))
-    monkeypatch.setattr(node, "SAVE_LIMIT_S", 0.5)
+    what = "is_over" if ends == "the attempt" else "is_cut_off"
+    monkeypatch.setattr(Stopping, "_watch", lambda self: setattr(self, what, True))
+    monkeypatch.setattr(node, "SAVE_LIMIT_S", 2.0 if ends == "the attempt" else 0.5)
 
     def check(_: NoRay) -> None:
         if ends == "Ray" and time.monotonic() > begun + 2:
@@ -234,7 +235,10 @@ def test_a_node_without_a_launcher_stays_until_the_run_or_ray_has_ended(
         threading.Timer(2.0, meeting.write, (END,), {"status": 0, "reason": ""}).start()
         assert run_node(task, print) == 0
     else:
-        with pytest.raises(RayEnded, match="Ray has ended on b"):
+        kind, text = (
+            (RayEnded, "Ray has ended on b") if ends == "Ray" else (WorkerError, "has ended this attempt")
+        )
+        with pytest.raises(kind, match=text):
             run_node(task, print)
     assert time.monotonic() - begun > 1.9
 

@@ -41,7 +41,7 @@ if [ "$3" = 0 ]; then
   done
   exit $(cat "end-$4")
 fi
-cat > /dev/null
+cat > "input-$3-$4"
 """
 """A node of a launch: the first one ends with the number in end-ATTEMPT, or when asked to; others with their input."""
 
@@ -137,6 +137,7 @@ def test_a_host_that_fails_before_the_run_ends_the_attempt(plan: SshLaunch):
     Path("end-1").write_text("0")
     said = list[str]()
     assert launch(with_hosts(plan, "a", "broken", "c"), said.append) == 0
+    assert Path("input-1-1").read_text() == "over\n", "a connection that breaks does not say so"
     assert "broken has ended with status 75; the run ends, or goes on without it" in said
     assert "attempt 1 has lost broken" in said
     assert {"a 0 of attempt 1", "c 1 of attempt 1"} <= set(started())

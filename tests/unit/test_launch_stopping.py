@@ -54,7 +54,7 @@ from hybridengine.launch.stopping import Stopping
 stopping = Stopping(leads=True, attached=True, say=print)
 if sys.argv[1] == "runs":
     stopping.pass_to(subprocess.Popen(["true"]))
-while not stopping._lost:
+while not (stopping._lost and stopping.is_over):
     time.sleep(0.01)
 stopping.check()
 print("goes on without", stopping._lost)
@@ -71,7 +71,7 @@ def test_the_first_node_is_told_of_a_host_that_fails(case: str):
         stderr=subprocess.PIPE,
     ) as node:
         assert node.stdin is not None and node.stdout is not None and node.stderr is not None
-        for part in (b"lost ", b"u@b\n"):
+        for part in (b"over\nlost ", b"u@b\n"):
             node.stdin.write(part)
             node.stdin.flush()
             time.sleep(0.2)

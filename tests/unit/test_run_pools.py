@@ -74,7 +74,7 @@ def test_pools_that_fit_on_no_cluster_of_this_size_are_refused(monkeypatch: pyte
     config = load_config("configs/arithmetic.yaml", ["cluster.ranks_per_node=[1]", SEVERAL, *SIZES])
     with pytest.raises(
         ConfigError,
-        match=r"^no room is left for pool 'values' .* the run wants 3 ranks, and the cluster has room for 2",
+        match=r"^no nodes with room are left for pool 'values' .* the run wants 3 ranks, and the cluster has room for 2",
     ):
         pools_on([2], [2], monkeypatch, config)
 
