@@ -273,13 +273,13 @@ class _Nodes:
     def wait(self, say: Callable[[str], None]) -> int:
         """Return the exit status of the first node, which is told of nodes that fail.
 
-        A run ends, or goes on without them if they had one of its several engines.
+        A run ends, or continues if all that it has lost is one of several engines.
         """
         first = self._processes[0]
         give_up = None
         while (status := first.poll()) is None:
             for host, ended in self._newly_failed():
-                say(f"{host} has ended with status {ended}; the run ends, or goes on without it")
+                say(f"{host} has ended with status {ended}; the run ends, or continues without it")
                 self._tell(f"{LOST_LINE} {host}")
             if self.is_refused and give_up is None:
                 give_up = time.monotonic() + SETTLE_LIMIT_S

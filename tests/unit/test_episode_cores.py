@@ -41,6 +41,14 @@ asyncio.run(main())
 """
 
 
+async def use(shared: Cores, spans: list[tuple[float, float]]) -> None:
+    """Use a core for a moment, and note when."""
+    async with shared.one():
+        begun = time.monotonic()
+        await asyncio.sleep(0.1)
+        spans.append((begun, time.monotonic()))
+
+
 def most_at_once(spans: Sequence[Sequence[float]]) -> int:
     """Return the largest number of spans of time that overlap."""
     changes = sorted((when, change) for span in spans for when, change in zip(span, (1, -1), strict=True))
@@ -79,16 +87,10 @@ def test_without_locks_the_cores_are_those_of_the_process(
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    shared, spans = Cores(tmp_path / "cores", [0, 1]), []
-
-    async def use() -> None:
-        async with shared.one():
-            begun = time.monotonic()
-            await asyncio.sleep(0.1)
-            spans.append((begun, time.monotonic()))
+    shared, spans = Cores(tmp_path / "cores", [0, 1]), list[tuple[float, float]]()
 
     async def all_of_them() -> None:
-        await asyncio.gather(*(use() for _ in range(6)))
+        await asyncio.gather(*(use(shared, spans) for _ in range(6)))
 
     asyncio.run(all_of_them())
     assert (len(spans), most_at_once(spans)) == (6, 2)
@@ -109,16 +111,11 @@ def test_a_container_has_no_more_cores_than_it_may_use(
 
 def test_tools_of_several_loops_share_the_cores_and_their_files(tmp_path: Path) -> None:
     """As those of functions in threads that call asyncio.run."""
-    shared, spans, before = Cores(tmp_path / "cores", [0, 1]), [], len(os.listdir("/proc/self/fd"))
-
-    async def use() -> None:
-        async with shared.one():
-            begun = time.monotonic()
-            await asyncio.sleep(0.1)
-            spans.append((begun, time.monotonic()))
+    shared, spans = Cores(tmp_path / "cores", [0, 1]), list[tuple[float, float]]()
+    before = len(os.listdir("/proc/self/fd"))
 
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda _: asyncio.run(use()), range(24)))
+        list(threads.map(lambda _: asyncio.run(use(shared, spans)), range(24)))
     assert (len(spans), most_at_once(spans)) == (24, 2)
     assert len(os.listdir("/proc/self/fd")) <= before
 

@@ -1,4 +1,4 @@
-"""Blocking code of episodes in threads of their processes, and what goes on after its episode."""
+"""Blocking code of episodes in threads of their processes, and calls that outlast it."""
 
 from __future__ import annotations
 

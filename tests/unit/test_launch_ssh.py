@@ -138,7 +138,7 @@ def test_a_host_that_fails_before_the_run_ends_the_attempt(plan: SshLaunch):
     said = list[str]()
     assert launch(with_hosts(plan, "a", "broken", "c"), said.append) == 0
     assert Path("input-1-1").read_text() == "over\n", "a connection that breaks does not say so"
-    assert "broken has ended with status 75; the run ends, or goes on without it" in said
+    assert "broken has ended with status 75; the run ends, or continues without it" in said
     assert "attempt 1 has lost broken" in said
     assert {"a 0 of attempt 1", "c 1 of attempt 1"} <= set(started())
 
@@ -150,7 +150,7 @@ def test_a_run_may_go_on_without_a_host(plan: SshLaunch, monkeypatch: pytest.Mon
 
     def say(text: str) -> None:
         said.append(text)
-        if "the run ends, or goes on" in text:
+        if "the run ends, or continues" in text:
             threading.Timer(2, Path("end-0").write_text, ["0"]).start()
 
     assert launch(with_hosts(plan, "a", "broken", "c"), say) == 0

@@ -23,15 +23,16 @@ if sys.argv[1] == "waits":
 """
 
 
+def started(program: str, case: str) -> subprocess.Popen[bytes]:
+    """Start a node; its standard input is what a launcher says."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", program, case], stdin=pipe, stdout=pipe, stderr=pipe)
+
+
 @pytest.mark.parametrize("case", ["leads", "follows", "waits"])
 def test_a_node_hears_its_launcher(case: str):
     """A line on its input asks to stop, and its end is that of the launcher; a node also ends by itself."""
-    with subprocess.Popen(
-        [sys.executable, "-c", ATTACHED, case],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as node:
+    with started(ATTACHED, case) as node:
         assert node.stdin is not None and node.stdout is not None and node.stderr is not None
         assert node.stdout.readline() == b"ready\n"
         node.stdin.write(b"stop\n")
@@ -64,12 +65,7 @@ print("goes on without", stopping._lost)
 @pytest.mark.parametrize("case", ["waits", "runs"])
 def test_the_first_node_is_told_of_a_host_that_fails(case: str):
     """It ends unless the run has begun, which knows whether it needs the host."""
-    with subprocess.Popen(
-        [sys.executable, "-c", TOLD, case],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as node:
+    with started(TOLD, case) as node:
         assert node.stdin is not None and node.stdout is not None and node.stderr is not None
         for part in (b"over\nlost ", b"u@b\n"):
             node.stdin.write(part)
