@@ -18,10 +18,18 @@ class SpecialTokens:
         self._pattern = re.compile("|".join(map(re.escape, self.texts)))
 
     def removed(self, text: str) -> str:
-        """Return a text without special tokens."""
-        while (plain := self._pattern.sub("", text)) != text:  # what is left may form another one
-            text = plain
-        return text
+        """Return a text without special tokens, also those that what is left would form."""
+        if not self._pattern.search(text):
+            return text
+        # In one pass: as many as the text has letters may be nested in each other.
+        kept, lasts = list[str](), {token[-1] for token in self.texts}
+        for letter in text:
+            kept.append(letter)
+            if letter in lasts:
+                end = "".join(kept[-len(self.texts[0]) :])
+                found = next((token for token in self.texts if end.endswith(token)), "")
+                del kept[len(kept) - len(found) :]
+        return "".join(kept)
 
     def up_to_first(self, text: str) -> str:
         """Return a text up to and including its first special token; nothing if it has none."""

@@ -36,14 +36,19 @@ class View:
     sees_mark: bool
     unreadable: Mapping[str, str]
     """Reason for each path that cannot be read."""
-    sources: str = ""
+    sources: str
     """As in `NodeFacts`."""
+    port: int
+    """Port at which the node's Ray takes objects."""
 
 
 def view(mark: str, paths: list[str]) -> View:
     """Return what this process sees; `mark` is a file in the run's folder, `paths` are those that the run reads."""
     versions = platform.python_version(), installed_packages()
-    return View(*versions, is_seen(mark), unreadable(paths), sources_digest())
+    # Not by the node's address, at which Ray may have been started again and still count the earlier node as alive.
+    here = ray.get_runtime_context().get_node_id()
+    (port,) = (node["ObjectManagerPort"] for node in ray.nodes() if node["NodeID"] == here)
+    return View(*versions, is_seen(mark), unreadable(paths), sources_digest(), port)
 
 
 def rank_problems(pools: Sequence[ResourcePool], folder: Path, reads: Mapping[str, Path]) -> Iterator[str]:
@@ -70,7 +75,7 @@ def rank_problems(pools: Sequence[ResourcePool], folder: Path, reads: Mapping[st
     ]
     apart = [node for node, one in views.items() if not one.sees_mark]
     findings = [
-        *judge_ports(_links_between(pools)),
+        *judge_ports(_links_between(pools, {node: one.port for node, one in views.items()})),
         *judge_sameness([own, *others]),
         *judge_folder(RunNeeds(str(folder)), {}, apart),
         *judge_reads(paths, {} if apart else {node: one.unreadable for node, one in views.items()}),
@@ -81,14 +86,14 @@ def rank_problems(pools: Sequence[ResourcePool], folder: Path, reads: Mapping[st
             yield f"{where}{found.text}; {found.remedy}"
 
 
-def _links_between(pools: Sequence[ResourcePool]) -> dict[str, dict[str, LinkFacts]]:
+def _links_between(
+    pools: Sequence[ResourcePool], ports: Mapping[str, int]
+) -> dict[str, dict[str, LinkFacts]]:
     """Return the facts about the links that do not lead from a node to those of other pools, with which it exchanges
-    rows and weights; ranks of one pool have reached each other when they joined their world."""
-    ports = {one["NodeManagerAddress"]: one["ObjectManagerPort"] for one in ray.nodes() if one["Alive"]}
-    used = {node: ports[node] for pool in pools for node in pool.nodes if node in ports}
+    rows and weights; ranks of one pool have reached each other when they joined their world. Ports are by node."""
 
     def question(pool: ResourcePool) -> tuple[Any, ...] | None:
-        far = {node: port for node, port in used.items() if node not in pool.nodes}
+        far = {node: port for node, port in ports.items() if node not in pool.nodes}
         return (unreachable, far) if far else None
 
     return _ask(pools, question)

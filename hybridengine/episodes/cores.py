@@ -23,29 +23,40 @@ LOOK_S = 0.02
 
 
 class Cores:
-    """Cores, each with a file in `folder` that a process locks while it uses the core.
+    """Cores, each with a file in `folder` that a process locks while it uses the core; those that wait for one share the
+    lock of another file.
 
     The system frees the locks of a process that ends.
     """
 
     def __init__(self, folder: Path, numbers: Iterable[int]) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
-        self._unused = deque(
-            os.open(folder / str(number), os.O_CREAT | os.O_RDWR, 0o600) for number in numbers
+        self._waiting, *unused = (
+            os.open(folder / str(name), os.O_CREAT | os.O_RDWR, 0o600) for name in ("waiting", *numbers)
         )
+        self._unused = deque(unused)
         self._turns = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
 
     @contextlib.asynccontextmanager
     async def one(self) -> AsyncIterator[None]:
-        """Wait for a core and use it in the block; of an event loop's waiters, the first has the first one."""
+        """Wait for a core and use it in the block; of an event loop's waiters, the first has the first one.
+
+        Where other processes wait as well, each looks equally often: one that frees a core and wants it again would
+        otherwise always be there first.
+        """
         async with self._turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-            while (core := self._taken()) is None:
-                await asyncio.sleep(LOOK_S)
+            core = self._taken() if _locked(self._waiting, fcntl.LOCK_EX) else None
+            try:
+                while core is None:
+                    _locked(self._waiting, fcntl.LOCK_SH)
+                    await asyncio.sleep(LOOK_S)
+                    core = self._taken()
+            finally:
+                _unlock(self._waiting)
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):  # of a file system without locks
-                fcntl.flock(core, fcntl.LOCK_UN)
+            _unlock(core)
             self._unused.append(core)
 
     def _taken(self) -> int | None:
@@ -53,18 +64,30 @@ class Cores:
         for _ in range(len(self._unused)):
             with contextlib.suppress(IndexError):
                 core = self._unused.popleft()
-                try:
-                    fcntl.flock(core, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as error:
-                    if (
-                        error.errno not in NO_LOCKS
-                    ):  # without locks, the cores are those of this process alone
-                        self._unused.append(core)
-                        if not isinstance(error, BlockingIOError):
-                            raise
-                        continue
-                return core
+                if _locked(core, fcntl.LOCK_EX):
+                    return core
+                self._unused.append(core)
         return None
+
+
+def _locked(file: int, kind: int) -> bool:
+    """Lock an open file; return False if another process's lock is in the way.
+
+    Without locks (`NO_LOCKS`), the cores are those of this process alone.
+    """
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    return True
+
+
+def _unlock(file: int) -> None:
+    with contextlib.suppress(OSError):  # of a file system without locks
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 @cache
@@ -72,10 +95,12 @@ def _cores() -> Cores:
     """Return the cores that this process may use, which all processes of this user on the host share."""
     numbers = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else range(os.cpu_count() or 1)
     folder, numbers = Path(tempfile.gettempdir()) / f"hybridengine-cores-{os.getuid()}", numbers[: _quota()]
-    try:
-        return Cores(folder, numbers)
-    except OSError:  # what has this name is not the user's folder: the cores are those of this process alone
-        return Cores(Path(tempfile.mkdtemp(dir=os.getcwd())), numbers)
+    with contextlib.suppress(OSError):
+        shared = Cores(folder, numbers)
+        if folder.lstat().st_uid == os.getuid():
+            return shared
+    # What has this name is not the user's folder: the cores are those of this process alone.
+    return Cores(Path(tempfile.mkdtemp(dir=os.getcwd())), numbers)
 
 
 def _quota() -> int | None:

@@ -241,14 +241,18 @@ class Episodes:
         self._replace(process, text, has_suspects=number is None, kind="blocked")
 
     def _retire(self, process: Process) -> None:
-        """Start another process for new episodes in place of a worn one, which keeps those that it has."""
-        if not process.is_worn:
-            _logger.warning(
-                "rollout.episode: calls in threads (asyncio.to_thread) go on long after their episodes have ended; new"
-                " episodes begin in another process"
-            )
-            process.is_worn = True
-            self._processes.append(self._starter.start())
+        """Start another process for new episodes in place of a worn one, which keeps those that it has.
+
+        It goes on without while as many worn processes run as others; it says again that it is worn.
+        """
+        if process.is_worn or len(self._processes) >= 2 * self._section.num_processes:
+            return
+        _logger.warning(
+            "rollout.episode: calls in threads (asyncio.to_thread) go on long after their episodes have ended; new"
+            " episodes begin in another process"
+        )
+        process.is_worn = True
+        self._processes.append(self._starter.start())
 
     def _replace(self, process: Process, text: str, *, has_suspects: bool, kind: str = "process") -> None:
         """End a process, start another one in its place, and run its episodes again.

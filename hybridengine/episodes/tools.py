@@ -108,6 +108,7 @@ async def run_process(
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 exit_code = await process.wait()
+                process._transport.close()  # type: ignore[attr-defined]  # pipes that a child outside its session keeps open
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return ToolResult(output[:output_bytes].decode(errors="replace"), exit_code, reached)

@@ -125,8 +125,7 @@ def _follow(task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[
     try:
         ray = meeting.wait({RAY: task.hosts[0]}, deadline, "Ray on the first node", check=stopping.check)[RAY]
     except LaunchEnded as end:
-        if task.host in (_end_of(meeting) or {}).get("cut_off", ()):
-            raise WorkerError(str(end)) from None
+        _check_reached(task, _end_of(meeting) or {}, str(end))
         raise
     if ray["node"] not in ways:
         raise WorkerError(
@@ -158,7 +157,14 @@ def _follow(task: NodeTask, meeting: Meeting, stopping: Stopping, say: Callable[
                         "the launcher has ended this attempt, and the run has not ended by itself"
                     )
             time.sleep(POLL_S)
+    _check_reached(task, end, end["reason"])
     say(f"{task.host} is done: {end['reason'] or 'the run has ended'}")
+
+
+def _check_reached(task: NodeTask, end: Mapping[str, Any], reason: str) -> None:
+    """Raise WorkerError if the first node has ended the launch since this one was cut off, and is to be replaced."""
+    if task.host in end.get("cut_off", ()):
+        raise WorkerError(reason)
 
 
 def _end_of(meeting: Meeting) -> dict[str, Any] | None:
@@ -202,7 +208,7 @@ class Lead:
         self._without_ray = task.host
         """Name of the node whose Ray has ended, if one's has."""
         self._cut_off: list[str] = []
-        """Nodes that reach no address of this one."""
+        """Nodes that reach no address of this one, or have left Ray."""
         self._ended = threading.Event()
 
     def carry_out(self) -> int:
@@ -237,6 +243,7 @@ class Lead:
                     status, reason = NODE_LOST, f"{listed(lost)} left Ray while the run went on"
                     self._say(f"{reason}; the launch may be started again on other nodes")
                     if len(lost) < len(task.hosts):  # else Ray has not answered
+                        self._cut_off = lost
                         self._write_lost(lost)
             except RayEnded as error:
                 status, reason = NODE_LOST, str(error)

@@ -9,7 +9,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,8 @@ SETTLE_LIMIT_S = 30.0
 for the first one after another has found bad input."""
 CLOSE_LIMIT_S = 60.0
 """Time for a node to end after the launcher has closed its input."""
+BLAME = 2
+"""Blame of a host for an attempt in which it has failed."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +103,9 @@ def parse_hosts(text: str | None, file: Path | None) -> tuple[str, ...]:
 def launch(plan: SshLaunch, say: Callable[[str], None]) -> int:
     """Carry out the run, again on other hosts while nodes fail and `retries` lasts; return its exit status."""
     _allow_files(FILES_OF_A_NODE * len(plan.hosts) + OTHER_FILES)
-    failed = list[str]()
+    blame = Counter[str]()
     for attempt in range(plan.retries + 1):
-        hosts = _answering_hosts(plan, failed, say)
+        hosts = _answering_hosts(plan, blame, say)
         say(f"attempt {attempt + 1} on {listed(hosts)}")
         nodes = _Nodes(plan, hosts, attempt)
         with nodes:
@@ -114,8 +117,11 @@ def launch(plan: SshLaunch, say: Callable[[str], None]) -> int:
         if nodes.was_stopped or nodes.is_refused or (status not in (NODE_LOST, SSH_FAILED) and not lost):
             return status
         if not lost:
-            lost = hosts[:1]  # Ray has ended there, or has lost a node that ssh still reaches
-        failed = [host for host in failed if host not in lost] + lost  # those that failed last come last
+            lost = {hosts[0]: status}  # Ray has ended there
+        blame.update(dict.fromkeys(lost, BLAME))
+        if {*lost} == {*hosts[1:]} and SSH_FAILED not in lost.values():
+            # They may have failed because nothing reaches the first one: if they are several, this is likely.
+            blame[hosts[0]] += len(lost) * BLAME // 2
         say(f"attempt {attempt + 1} has lost {listed(lost)}")
     raise WorkerError(
         f"{plan.retries + 1} attempts have lost nodes; see the output above, and start the launch again with other hosts,"
@@ -135,13 +141,13 @@ def _allow_files(needed: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _answering_hosts(plan: SshLaunch, failed: Sequence[str], say: Callable[[str], None]) -> list[str]:
-    """Return as many hosts as the run has nodes: those that answer, failed ones only if there are no others.
+def _answering_hosts(plan: SshLaunch, blame: Mapping[str, int], say: Callable[[str], None]) -> list[str]:
+    """Return as many hosts as the run has nodes: those that answer, of them the first ones with least blame.
 
     Raises:
         ConfigError: too few answer.
     """
-    ordered = [host for host in plan.hosts if host not in failed] + list(failed)
+    ordered = sorted(plan.hosts, key=lambda host: blame.get(host, 0))
     if len(ordered) < plan.num_nodes:
         raise ConfigError(
             f"the run needs {plan.num_nodes} hosts, and the list names {len(ordered)}; name more, or choose smaller"
@@ -214,8 +220,8 @@ class _Nodes:
     """The processes of ssh of one attempt; a context manager that ends them, and with them the nodes."""
 
     def __init__(self, plan: SshLaunch, hosts: Sequence[str], attempt: int) -> None:
-        self.lost: list[str] = []
-        """Hosts that failed before the first node ended."""
+        self.lost: dict[str, int] = {}
+        """Exit statuses of hosts that have failed, by their names."""
         self.is_refused = False
         """True if a node has found bad input, which another attempt would find again."""
         self.is_output_closed = False
@@ -294,7 +300,7 @@ class _Nodes:
         for host, ended in self._newly_failed():
             say(f"{host} has ended with status {ended}")
         if status == SSH_FAILED:
-            self.lost.append(self._hosts[0])
+            self.lost[self._hosts[0]] = status
         if status == 0:
             self.lost.clear()  # the run has done without
         elif self.is_refused:
@@ -311,7 +317,7 @@ class _Nodes:
                 if status == BAD_INPUT:
                     self.is_refused = True
                 else:
-                    self.lost.append(host)
+                    self.lost[host] = status
         return found
 
     def _count(self, *_: object) -> None:

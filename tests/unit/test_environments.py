@@ -68,6 +68,30 @@ def test_an_answer_for_which_the_dataset_raises_is_wrong_and_may_be_corrected() 
     assert (result.reward, result.metrics) == (0.0, {"tries": 2, "solved": 0.0, "unread": 2})
 
 
+def test_a_dataset_that_takes_no_large_size_has_many_rows() -> None:
+    environment = load_environment("reasoning_gym/word_ladder", {}, {})
+    with pytest.raises(ValueError, match="too large"):
+        reasoning_gym.create_dataset("word_ladder", size=40_000)
+    prompts = environment.prompts(7, 40_000)
+    source = reasoning_gym.create_dataset("word_ladder", seed=7_000_021, size=20_000)
+    for number, prompt in zip(range(3), prompts, strict=False):
+        assert prompt.prompt[-1]["content"] == source[number]["question"]
+
+
+@pytest.mark.parametrize("seed", [4295, 2**31 - 1])
+def test_seeds_of_rows_have_32_bits(seed: int) -> None:
+    """NumPy takes no others, by which some datasets draw."""
+    environment = load_environment("reasoning_gym/pool_matrix", {}, {})
+    assert next(iter(environment.prompts(seed, 2))) != next(iter(environment.prompts(seed + 1, 2)))
+
+
+def test_an_answer_that_would_end_the_process_is_wrong() -> None:
+    environment = load_environment("reasoning_gym/n_queens", {}, {})
+    (prompt,) = first_prompts(environment, 1)
+    result, _ = play(environment, prompt, "exit()")
+    assert (result.reward, result.metrics) == (0.0, {"tries": 1, "solved": 0.0, "unread": 1})
+
+
 def test_a_mixture_of_datasets_is_played() -> None:
     mixture = [{"name": name, "weight": 1, "config": {}} for name in ("chain_sum", "spell_backward")]
     environment = load_environment("reasoning_gym/composite", {"datasets": mixture}, {})

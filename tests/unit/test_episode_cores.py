@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ import pytest
 
 from hybridengine.episodes import cores
 from hybridengine.episodes.cores import Cores
-from hybridengine.episodes.tools import run_process
+from hybridengine.episodes.tools import run_process, run_python
 
 USERS = """
 import asyncio, json, sys, time
@@ -65,6 +66,27 @@ def test_no_more_run_at_once_than_there_are_cores(num_processes: int, tmp_path: 
     spans = [span for one in processes for span in json.loads(one.communicate(timeout=120)[0])]
     assert len(spans) == 8 * num_processes
     assert most_at_once(spans) == 2
+
+
+def test_a_process_that_uses_one_core_after_the_other_leaves_some_to_others(tmp_path: Path) -> None:
+    uses = """
+    print(time.monotonic(), flush=True)
+    for _ in range(int(sys.argv[2])):
+        await use(shared, spans)
+"""
+    text = USERS.replace("[0, 1])", "[0])").replace("sleep(0.2)", "sleep(0.05)")
+    text = text.replace("    await asyncio.gather(*(use(shared, spans) for _ in range(8)))\n", uses)
+    processes, begins = list[subprocess.Popen[bytes]](), list[float]()
+    for count in (200, 10):
+        command = [sys.executable, "-c", text, str(tmp_path), str(count)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        processes.append(process)
+        begins.append(float(process.stdout.readline()))
+    many, few = (json.loads(one.communicate(timeout=120)[0]) for one in processes)
+    assert (len(many), len(few)) == (200, 10)
+    assert sum(begins[1] < begun < few[-1][1] for begun, _ in many) < 50, "ten, if they take turns"
+    assert most_at_once([*many, *few]) == 1
 
 
 def test_the_core_of_a_process_that_is_killed_is_free(tmp_path: Path) -> None:
@@ -136,6 +158,25 @@ def test_the_time_of_a_tool_begins_when_it_has_a_core(
     assert time.monotonic() - begun >= 8, "one after the other"
 
 
+def test_a_child_that_outlives_its_tool_keeps_none_of_its_pipes_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid)"
+
+    async def num_opened() -> int:
+        await run_process(["true"])  # opens what the loop needs for all tools
+        before = len(os.listdir("/proc/self/fd"))
+        results = [await run_python(code, timeout_s=2) for _ in range(2)]
+        await asyncio.sleep(0.1)  # the loop closes pipes between its tasks
+        opened = len(os.listdir("/proc/self/fd")) - before
+        for result in results:
+            os.kill(int(result.output), signal.SIGKILL)
+        return opened
+
+    assert asyncio.run(num_opened()) == 0
+
+
 def test_a_command_that_waits_for_others_takes_no_core(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,16 +191,21 @@ def test_a_command_that_waits_for_others_takes_no_core(
     assert asyncio.run(beside_a_tool()) == "hello\n"
 
 
+@pytest.mark.parametrize("what", ["a file", "another user's"])
 def test_what_has_the_name_of_the_folder_keeps_no_tool_from_running(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path / "own"
     own.mkdir()
     monkeypatch.chdir(own)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
-    (tmp_path / f"hybridengine-cores-{os.getuid()}").touch()
+    if what == "another user's":
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+    name = tmp_path / f"hybridengine-cores-{os.getuid()}"
+    name.touch() if what == "a file" else name.mkdir()
     cores._cores.cache_clear()
     try:
         assert asyncio.run(run_process(["echo", "hello"], timeout_s=50)).output == "hello\n"
     finally:
         cores._cores.cache_clear()
+    assert any(own.iterdir()), "cores of its own"

@@ -82,6 +82,24 @@ def test_a_worn_process_that_ends_is_not_replaced_again() -> None:
         assert process not in episodes._processes and len(episodes._processes) == 1
 
 
+def test_no_more_worn_processes_run_than_others() -> None:
+    with closing(Episodes(section(), limits(), None)) as episodes:
+        episodes.start()
+        (first,) = episodes._processes
+        episodes.begin(0, row("thread 1"), [])
+        episodes.events()
+        episodes._retire(first)
+        (_, second) = episodes._processes
+        episodes._retire(second)
+        assert episodes._processes == [first, second]
+        played(episodes, 1)
+        episodes.begin(1, row("thread 1"), [])
+        episodes.events()
+        assert episodes._processes == [second], "the first has ended with its last episode"
+        episodes._retire(second)
+        assert len(episodes._processes) == 2 and second.is_worn
+
+
 def test_calls_of_tasks_that_an_episode_has_started_for_all_are_not_left_behind(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

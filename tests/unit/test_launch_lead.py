@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from hybridengine.launch import node
-from hybridengine.launch.meeting import Meeting
-from hybridengine.launch.node import Lead
+from hybridengine.launch.meeting import END, Meeting
+from hybridengine.launch.node import NODE_LOST, Lead, run_node
 from hybridengine.launch.ray_node import token_environment
 from hybridengine.launch.stopping import Stopping
-from tests.unit.test_launch_node import task_of
+from tests.unit.test_launch_node import NoRay, task_of
 
 SAVES = (
     "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print(flush=True); time.sleep(60)"
@@ -68,6 +68,24 @@ def test_a_run_without_a_launcher_saves_its_step_within_the_limit(
     lead._stopping.is_cut_off = True
     monkeypatch.setattr(Lead, "_wait_for_lock", lambda _: None)
     assert lead._run("127.0.0.1:1", os.environ) == status
+
+
+@pytest.mark.usefixtures("signals")
+def test_nodes_that_have_left_ray_are_named_when_the_launch_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Their launcher replaces them."""
+    monkeypatch.setattr(node, "RayNode", NoRay)
+    for name, value in {
+        "_meet": "10.0.0.1",
+        "_wait_for_nodes": None,
+        "_run": 1,
+        "_lost": ["c"],
+    }.items():
+        monkeypatch.setattr(Lead, name, lambda *_, value=value: value)
+    assert run_node(task_of(tmp_path, 0, "a", "b", "c"), print) == NODE_LOST
+    end = Meeting(tmp_path, print).read(END)
+    assert end is not None and (end["status"], end["cut_off"]) == (NODE_LOST, ["c"])
 
 
 def test_ray_asks_for_the_token_of_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

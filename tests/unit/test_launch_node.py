@@ -190,6 +190,8 @@ time.sleep(1000)
 class NoRay:
     """In place of Ray on a node that has joined."""
 
+    address = "10.0.0.1:1"
+
     def __init__(self, *_: object, **__: object) -> None: ...
     def __enter__(self) -> NoRay:
         return self
@@ -243,14 +245,19 @@ def test_a_node_without_a_launcher_stays_until_the_run_or_ray_or_the_attempt_has
 
 @pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize("is_cut_off", [False, True])
-def test_only_a_node_that_was_cut_off_fails_when_the_launch_ends_before_it_has_joined(
-    is_cut_off: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_joined", [False, True])
+def test_only_a_node_that_was_cut_off_fails_when_the_launch_ends(
+    has_joined: bool, is_cut_off: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Another one may reach nothing because the first node has gone for another reason, and is not to be replaced."""
-    meeting, task = joining(tmp_path, monkeypatch, {})
+    meeting, task = joining(tmp_path, monkeypatch, {"10.0.0.1": "10.0.0.2"} if has_joined else {})
+    if has_joined:
+        meeting.write_token()
+        meeting.write("ray.json", address="10.0.0.1:1", node="10.0.0.1")
+        monkeypatch.setattr(Meeting, "check_running", lambda _: None)
     meeting.write(END, status=1, reason="no address", cut_off=["b"] if is_cut_off else ["c"])
     if is_cut_off:
-        with pytest.raises(WorkerError, match="the launch has ended: no address"):
+        with pytest.raises(WorkerError, match="no address"):
             run_node(task, print)
     else:
         assert run_node(task, print) == 0

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,16 +27,17 @@ host=$1; shift
 HOST_NAME=$host exec bash -c "$*"
 """
 PYTHON = """#!/bin/bash
-# $1 -m, $2 module, $3 -, $4 command of the attempt
+# $1 -m, $2 module, $3 index of the node, $4 number of the attempt, $5 hosts
 [ "$3" = --version ] && exit
 echo "$HOST_NAME $3 of attempt $4" >> started
 case $HOST_NAME in broken) exit ${BROKEN:-75};; esac
 if [ "$HOST_NAME" = late ]; then while [ ! -e "end-$4" ]; do sleep 0.05; done; sleep 0.5; exit 1; fi
+[[ $3 != 0 && ( $HOST_NAME = alone || $5 = alone,* ) ]] && exit 1
 echo "hello from $3"
 if [ "$3" = 0 ]; then
   while [ ! -e "end-$4" ]; do
     read -rt 0.05 part; heard=$?; line+=$part
-    [ "$heard $line" = "0 lost broken" ] && { line=; [ "$RUNS" ] && continue; exit 1; }
+    [ "$heard ${line% *}" = "0 lost" ] && { line=; [ "$RUNS" ] && continue; exit 1; }
     [ $heard = 0 ] && { echo "asked: $line"; exit 0; }
     [ $heard -gt 128 ] || exit 1 # no time limit, but the end of the input
   done
@@ -43,7 +45,8 @@ if [ "$3" = 0 ]; then
 fi
 cat > "input-$3-$4"
 """
-"""A node of a launch: the first one ends with the number in end-ATTEMPT, or when asked to; others with their input."""
+"""A node of a launch: the first one ends with the number in end-ATTEMPT, or when asked to or told of a lost host; others
+with their input. The host `alone` and the others do not reach each other."""
 
 
 @pytest.fixture
@@ -140,7 +143,34 @@ def test_a_host_that_fails_before_the_run_ends_the_attempt(plan: SshLaunch):
     assert Path("input-1-1").read_text() == "over\n", "a connection that breaks does not say so"
     assert "broken has ended with status 75; the run ends, or continues without it" in said
     assert "attempt 1 has lost broken" in said
-    assert {"a 0 of attempt 1", "c 1 of attempt 1"} <= set(started())
+    assert {"c 0 of attempt 1", "a 1 of attempt 1"} <= set(started())
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "hosts", "num_attempts"),
+    [
+        (2, ["alone", "b", "c", "d"], 2),
+        (2, ["a", "alone", "c", "d"], 2),
+        (2, ["alone", "b", "c"], 3),
+        (2, ["a", "alone", "c"], 2),
+        (3, ["alone", "b", "c", "d"], 3),
+        (3, ["a", "b", "alone", "d"], 2),
+        (4, ["alone", "b", "c", "d", "e"], 2),
+    ],
+)
+def test_a_host_that_no_other_reaches_is_replaced_also_if_it_comes_first(
+    num_nodes: int, hosts: list[str], num_attempts: int, plan: SshLaunch
+):
+    """Only the others say that they do not reach it."""
+    Path(f"end-{num_attempts - 1}").write_text("0")
+
+    def arguments(hosts: Sequence[str], index: int, attempt: int) -> list[str]:
+        return [str(index), str(attempt), ",".join(hosts)]
+
+    named = replace(with_hosts(plan, *hosts), num_nodes=num_nodes, arguments=arguments)
+    assert launch(named, print) == 0
+    last = [line for line in started() if line.endswith(f"attempt {num_attempts - 1}")]
+    assert len(last) == num_nodes and not any("alone" in line for line in last)
 
 
 def test_a_run_may_go_on_without_a_host(plan: SshLaunch, monkeypatch: pytest.MonkeyPatch):
@@ -167,7 +197,7 @@ def test_a_host_that_fails_after_the_first_node_has_ended_is_replaced(
     said = list[str]()
     assert launch(with_hosts(plan, "a", "late", "c"), said.append) == 0
     assert said[-3:-1] == ["late has ended with status 1", "attempt 1 has lost late"]
-    assert {"a 0 of attempt 1", "c 1 of attempt 1"} <= set(started())
+    assert {"c 0 of attempt 1", "a 1 of attempt 1"} <= set(started())
 
 
 @pytest.mark.parametrize("first", ["has ended", "runs"])

@@ -29,6 +29,7 @@ from hybridengine.doctor.examination import examine_cluster
 from hybridengine.doctor.findings import merged
 from hybridengine.doctor.judging import RunNeeds
 from hybridengine.doctor.node_facts import node_facts
+from hybridengine.doctor.ranks import view
 from hybridengine.training.run import train
 from tests.full.probe_workers import ProbeWorker
 from tests.warm_workers import with_warm_workers
@@ -72,6 +73,7 @@ def see_light_ranks() -> dict[str, Any]:
         exchange = call_log()
         records = {str(record): record for record in exchange.take_records()}
         before = exchange.payload_bytes
+        views = pool.on_nodes(view, "", [])
         return {
             "nodes": [seen["context"].node for seen in described],
             "local_ranks": [int(seen["env"]["LOCAL_RANK"]) for seen in described],
@@ -80,6 +82,8 @@ def see_light_ranks() -> dict[str, Any]:
             "payload_bytes": before,
             "transferred": dict(records["critic.narrowed"].transferred),
             "narrowed": narrowed.get("narrow")["narrow"].tolist(),
+            "ports": {node: one.port for node, one in views.items()},
+            "ports_of_ray": {node["NodeManagerAddress"]: node["ObjectManagerPort"] for node in ray.nodes()},
         }
 
 

@@ -97,6 +97,7 @@ def test_ranks_are_numbered_by_the_addresses_of_their_nodes_as_numbers(seen: See
     assert light["local_ranks"] == [0, 1] * 3
     assert light["worlds"] == [[rank, 6, "gloo"] for rank in range(6)]
     assert light["tp_sums"] == [2 * 10.0 + 2 * (rank // 2 * 2) + 1 for rank in range(6)]
+    assert light["ports"] == light["ports_of_ray"] and len({*light["ports"].values()}) == 3
 
 
 def test_rows_go_over_the_network_between_nodes(seen: Seen):

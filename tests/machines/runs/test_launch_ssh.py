@@ -1,4 +1,4 @@
-"""`hybridengine launch ssh` over real sshd: a host that does not answer, and one that dies, are replaced."""
+"""`hybridengine launch ssh` over real sshd: hosts that do not answer, that die, or that lose the others are replaced."""
 
 from __future__ import annotations
 
@@ -73,6 +73,25 @@ def launch(
         stdout=config.with_suffix(".log").open("w"),
         stderr=subprocess.STDOUT,
     )
+
+
+def test_a_host_that_the_others_no_longer_reach_is_replaced(
+    network: Network, shared: Path, warm_ray: dict[str, str]
+):
+    """Over ssh, the launcher still does."""
+    config = write_run(shared, "unreached", steps=12)
+    log = config.with_suffix(".log")
+    first, second, third = network.hosts[1:]
+    with launch(network, shared, config, [host.address for host in network.hosts[1:]], warm_ray) as started:
+        wait_for(lambda: last_checkpoint(shared, "unreached") >= 1, started, log)
+        network.block(*((second.name, other.name) for other in (first, third)))
+        status = started.wait(LIMIT_S)
+    network.block()
+    said = log.read_text()
+    assert status == 0, said
+    assert f"attempt 1 has lost {second.address}\n" in said
+    assert "resuming after step" in said.partition("attempt 2 on")[2]
+    assert trained_steps(shared, "unreached")[-1] == 12
 
 
 def test_hosts_that_fail_are_replaced(network: Network, shared: Path, warm_ray: dict[str, str]):
