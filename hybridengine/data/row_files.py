@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -244,6 +245,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, bytes]]:
             rest, number = line, number + 1
             while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
                 rest = file.readline(MAX_LINE_BYTES + 1)
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)  # as editors on Windows write it
             if line.strip():
                 yield f"{path}, line {number}", line.removesuffix(b"\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import pickle
@@ -35,6 +36,11 @@ def test_jsonl_rows_keep_their_values(tmp_path):
     assert second.place == f"{path}, line 3"
     assert second.messages == CHAT
     assert json.loads(second.answer) == {"b": [1, "ü"]}
+
+
+def test_a_file_may_begin_as_editors_on_windows_write_it(tmp_path):
+    path = write(tmp_path, codecs.BOM_UTF8 + json.dumps(GOOD).encode(), GOOD)
+    assert [row.prompt for row in read_rows(path)] == ["1 + 2 ="] * 2
 
 
 def test_a_parquet_file_gives_the_same_rows_as_jsonl(tmp_path):
