@@ -10,11 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hybridengine.checkpoints.run_lock import is_locked
 from hybridengine.errors import ConfigError, HybridEngineError, OutputError, WorkerError
@@ -45,6 +45,8 @@ SAVE_LIMIT_S = 600.0
 LOCK_LIMIT_S, LOCK_POLL_S = SAVE_LIMIT_S + 150.0, 5.0
 """An earlier attempt holds the lock until its step is saved; where its machine has died, a file server frees it after its
 lease, 90 s with Linux's NFS."""
+OUTPUT_LIMIT_S = 5.0
+"""Time limit for the last output of a run that has ended."""
 FAILED = "failed-"
 """Begin of the names of files in which nodes say why they have failed."""
 
@@ -195,6 +197,29 @@ def check_versions(task: NodeTask, expected: Mapping[str, str]) -> None:
         )
 
 
+@contextmanager
+def passed_on(output: IO[bytes] | None) -> Iterator[None]:
+    """Pass the output of a process on to stdout, and drop it once nobody reads that any more.
+
+    A run that wrote to a connection that is gone would end at once, without saving its step.
+    """
+
+    def pass_on() -> None:
+        is_read = True
+        for line in output or ():
+            try:
+                if is_read:
+                    sys.stdout.buffer.write(line)
+                    sys.stdout.buffer.flush()
+            except OSError:
+                is_read = False
+
+    thread = threading.Thread(target=pass_on, daemon=True)
+    thread.start()
+    yield
+    thread.join(OUTPUT_LIMIT_S)  # processes of ranks may have the pipe open for a moment
+
+
 class Lead:
     """The first node: it starts Ray's head, waits for the other nodes, and carries out the run."""
 
@@ -324,8 +349,14 @@ class Lead:
         """Carry out the run in a process of its own, and return its exit status."""
         self._wait_for_lock()
         command = [sys.executable, "-m", "hybridengine.cli.main", *self._task.run(address)]
-        process = fated(command, env=dict(environment))
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if self._task.attached else {}
+        process = fated(command, env=dict(environment), **output)
         self._stopping.pass_to(process)
+        with passed_on(process.stdout):
+            return self._wait_for(process)
+
+    def _wait_for(self, process: subprocess.Popen[bytes]) -> int:
+        """Return the exit status of the run's process; without a launcher, let it save its step within the limit."""
         give_up = None
         while True:
             try:

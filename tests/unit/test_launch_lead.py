@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,11 @@ SAVES = (
 HANGS = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)"
 
 
-def lead_of(folder: Path, said: list[str]) -> Lead:
-    stopping = Stopping(leads=True, attached=False, say=said.append)
-    return Lead(task_of(folder, 0, "a"), Meeting(folder, print), stopping, said.append)
+def lead_of(folder: Path, said: list[str], *, attached: bool = False) -> Lead:
+    task = replace(task_of(folder, 0, "a"), attached=attached)
+    return Lead(
+        task, Meeting(folder, print), Stopping(leads=True, attached=attached, say=said.append), said.append
+    )
 
 
 def started(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
@@ -86,6 +90,42 @@ def test_nodes_that_have_left_ray_are_named_when_the_launch_ends(
     assert run_node(task_of(tmp_path, 0, "a", "b", "c"), print) == NODE_LOST
     end = Meeting(tmp_path, print).read(END)
     assert end is not None and (end["status"], end["cut_off"]) == (NODE_LOST, ["c"])
+
+
+WRITES = """
+import signal, sys, time
+def save(*_):
+    for number in range(5):
+        print("saving", flush=True)
+        time.sleep(0.1)
+    sys.exit(7)
+signal.signal(15, save)
+print("step 1", flush=True)
+time.sleep(60)
+"""
+LEADS = f"""
+import os, sys, threading
+from pathlib import Path
+from hybridengine.launch import node
+from tests.unit.test_launch_lead import lead_of
+real = node.fated
+node.fated = lambda command, **settings: real([command[0], "-c", {WRITES!r}], **settings)
+lead = lead_of(Path(sys.argv[1]), [], attached=True)
+status = lead._run("127.0.0.1:1", os.environ)
+Path(sys.argv[1], "status").write_text(str(status))
+"""
+
+
+def test_a_run_may_write_when_nobody_reads_it_any_more(tmp_path: Path):
+    """As one over ssh, whose launcher is killed."""
+    command = [sys.executable, "-c", LEADS, tmp_path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"step 1\n"
+        process.stdout.close()
+        process.stdin.close()
+        process.wait(60)
+    assert (tmp_path / "status").read_text() == "7"
 
 
 def test_ray_asks_for_the_token_of_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

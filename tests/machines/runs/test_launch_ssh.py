@@ -134,6 +134,23 @@ def test_a_launch_that_is_asked_to_stop_saves_its_step(
         assert processes_of_ray(host) == []
 
 
+def test_a_run_whose_launcher_is_killed_saves_its_step(
+    network: Network, shared: Path, warm_ray: dict[str, str]
+):
+    config = write_run(shared, "orphaned", steps=400)
+    log = config.with_suffix(".log")
+    hosts = [host.address for host in (network.hosts[1], network.hosts[3])]
+    with launch(network, shared, config, hosts, warm_ray) as started:
+        wait_for(lambda: last_checkpoint(shared, "orphaned") >= 1, started, log)
+        network.hosts[0].run("kill", f"-{signal.SIGKILL.value}", child_of(network.hosts[0], "launch ssh"))
+        started.wait(LIMIT_S)
+    deadline = time.monotonic() + LIMIT_S
+    while any(processes_of_ray(host) for host in (network.hosts[1], network.hosts[3])):
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.5)
+    assert last_checkpoint(shared, "orphaned") == trained_steps(shared, "orphaned")[-1]
+
+
 def child_of(host: Host, words: str) -> str:
     """Return the process id, on its host, of the command with these words."""
     lines = host.run("ps", "-eo", "pid,args", "--width", "300").stdout.splitlines()
