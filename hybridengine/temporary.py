@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +50,7 @@ def temporary_folder(kind: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)
 
 
 def remove_leftovers() -> None:
@@ -60,13 +61,23 @@ def remove_leftovers() -> None:
             if name is None or name["machine"] != _machine() or folder.lstat().st_uid != os.getuid():
                 continue
             if name["owner"] != _owner(int(name["owner"].split("-")[0])):
-                shutil.rmtree(folder, ignore_errors=True)  # does not follow or remove links
+                remove_tree(folder)
     for place in {tempfile.gettempdir(), "/tmp"}:
         for file in Path(place).glob(f"{SHORT}*/{OWNER_FILE}"):
             with contextlib.suppress(OSError, ValueError):
+                if not file.is_file() or file.lstat().st_uid != os.getuid():
+                    continue
                 machine, owner = file.read_text().split()
                 if machine == _machine() and owner != _owner(int(owner.split("-")[0])):
-                    shutil.rmtree(file.parent, ignore_errors=True)
+                    remove_tree(file.parent)
+
+
+def remove_tree(folder: str | Path) -> None:
+    """Remove a folder with what programs have left in it, as far as this user may; links are not followed."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.path.lexists(folder):  # folders in it are nested deeper than Python's recursion
+        subprocess.run(["rm", "-rf", "--", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from hybridengine.cli.options import between
@@ -82,5 +83,6 @@ def deliver(options: argparse.Namespace, text: str, submit: Callable[[str], None
 
 
 def note(text: str) -> None:
-    """Print a line of progress to stderr."""
-    print(f"launch: {text}", file=sys.stderr, flush=True)
+    """Print a line of progress to stderr, if it can be written: what goes on does not depend on it."""
+    with suppress(OSError):
+        print(f"launch: {text}", file=sys.stderr, flush=True)

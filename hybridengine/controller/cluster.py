@@ -211,8 +211,7 @@ def _choose_answering(
     rooms = [offer.num_ranks(cpus_per_rank, use_gpus) for offer in offers]
     left = list(rooms)
     while (nodes := choose_nodes(ranks_per_node, left)) is not None:
-        with ThreadPoolExecutor(MOST_CONNECTING) as threads:
-            answers = list(threads.map(_answers, [offers[node] for node in nodes]))
+        answers = answering([offers[node] for node in nodes])
         if all(answers):
             return list(nodes)
         for node, is_there in zip(nodes, answers, strict=True):
@@ -230,9 +229,12 @@ def connection_error(address: str, port: int) -> str:
     return ""
 
 
-def _answers(offer: NodeOffer) -> bool:
-    """True if Ray's port of a node can be reached, or is not known."""
-    return not offer.port or not connection_error(offer.address, offer.port)
+def answering(offers: Sequence[NodeOffer]) -> list[bool]:
+    """Return for each node whether Ray's port there can be reached, or is not known."""
+    with ThreadPoolExecutor(MOST_CONNECTING) as threads:
+        return list(
+            threads.map(lambda one: not (one.port and connection_error(one.address, one.port)), offers)
+        )
 
 
 def capacity_problems(

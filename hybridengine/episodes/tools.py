@@ -8,7 +8,6 @@ import ctypes
 import errno
 import os
 import resource
-import shutil
 import signal
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridengine.episodes.cores import core_of_this_host
+from hybridengine.temporary import remove_tree
 
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2): signal that the process gets when its parent ends."""
@@ -110,7 +110,7 @@ async def run_process(
                 exit_code = await process.wait()
                 process._transport.close()  # type: ignore[attr-defined]  # pipes that a child outside its session keeps open
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_tree(folder)
         return ToolResult(output[:output_bytes].decode(errors="replace"), exit_code, reached)
 
 

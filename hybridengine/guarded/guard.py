@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import shutil
 import signal
 import socket
 import threading
@@ -21,6 +20,7 @@ import traceback
 from typing import NoReturn
 
 from hybridengine.importing import import_object
+from hybridengine.temporary import remove_tree
 
 SIGNAL_EXIT_CODE = 128
 """The guard's exit code is that of the code; for a signal n it is this + n, as in a shell."""
@@ -37,7 +37,7 @@ def main(channel: int, server: str) -> None:
         _run(channel, server)
     os.close(channel)
     exit_code = _guard(pid)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_tree(folder)
     os._exit(exit_code)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from hybridengine.errors import DataError
 from hybridengine.guarded.guard import SIGNAL_EXIT_CODE
-from hybridengine.temporary import make_folder
+from hybridengine.temporary import make_folder, remove_tree
 
 BOOTSTRAP = (
     "import json, sys; places, is_other = json.loads(sys.argv[3]); sys.path[:] = places + is_other * sys.path;"
@@ -67,7 +66,7 @@ class GuardedProcess:
                 )
             except OSError as error:
                 self.channel.close()
-                shutil.rmtree(self.folder, ignore_errors=True)
+                remove_tree(self.folder)
                 raise DataError(
                     f"the Python {python or sys.executable} of user code cannot be started ({error.strerror}); correct"
                     " its path"
@@ -107,7 +106,7 @@ class GuardedProcess:
             if self._group is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._group, signal.SIGKILL)
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_tree(self.folder)
         self.channel.close()
 
 

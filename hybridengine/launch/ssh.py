@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import shlex
 import signal
@@ -43,6 +44,8 @@ SETTLE_LIMIT_S = 30.0
 for the first one after another has found bad input."""
 CLOSE_LIMIT_S = 60.0
 """Time for a node to end after the launcher has closed its input."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a file that takes no more for now: lines are lost, and the launch goes on."""
 BLAME = 2
 """Blame of a host for an attempt in which it has failed."""
 
@@ -345,6 +348,7 @@ class _Nodes:
                     continue
                 try:
                     print(f"{host}: {line.decode(errors='replace').rstrip()}", flush=True)
-                except BrokenPipeError:
-                    self.is_output_closed = True
-                    self._count()
+                except OSError as error:
+                    if error.errno not in FULL:  # the pipe or the terminal is gone
+                        self.is_output_closed = True
+                        self._count()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 from hybridengine.errors import StoppedError, WorkerError
@@ -69,13 +70,14 @@ class Stopping:
     def _watch(self) -> None:
         """Read the launcher's lines; their end is that of the launcher."""
         rest = b""
-        while part := os.read(0, 4096):  # not sys.stdin, whose lock Python wants when it ends
-            *lines, rest = (rest + part).split(b"\n")
-            for kind, _, host in (text.decode().partition(" ") for text in lines):
-                if kind == STOP_LINE:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                elif kind == LOST_LINE:
-                    self._lost = host
-                elif kind == OVER_LINE:
-                    self.is_over = True
+        with suppress(OSError):  # of a terminal that is gone
+            while part := os.read(0, 4096):  # not sys.stdin, whose lock Python wants when it ends
+                *lines, rest = (rest + part).split(b"\n")
+                for kind, _, host in (text.decode(errors="replace").strip().partition(" ") for text in lines):
+                    if kind == STOP_LINE:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    elif kind == LOST_LINE:
+                        self._lost = host
+                    elif kind == OVER_LINE:
+                        self.is_over = True
         self.is_cut_off = True

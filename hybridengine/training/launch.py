@@ -18,7 +18,7 @@ from hybridengine.config.reward_sections import RewardSection
 from hybridengine.config.run_config import SCORERS
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.controller.call_log import call_log
-from hybridengine.controller.cluster import node_offers, place_pools, start_ray
+from hybridengine.controller.cluster import answering, node_offers, place_pools, start_ray
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.rewards import score_column
@@ -98,10 +98,16 @@ class RunPools:
     def reserve(self) -> None:
         """Reserve nodes for all pools, in the order of the pools if they fit that way; idempotent.
 
-        Other jobs may use a part of the cluster: what counts is the room that they leave, if the pools fit there.
+        Other jobs may use a part of the cluster, and hosts may have disappeared, which Ray notices later: what counts is
+        the room that is left, if the pools fit there.
         """
         pools, wanted = list(self._pools.values()), [pool.ranks_per_node for pool in self._pools.values()]
-        for rooms in ([offer.num_ranks(1, self._use_gpus) for offer in node_offers(free=True)], self._rooms):
+        offers = node_offers(free=True)
+        left = [
+            one.num_ranks(1, self._use_gpus) * there
+            for one, there in zip(offers, answering(offers), strict=True)
+        ]
+        for rooms in (left, self._rooms):
             order = order_pools(wanted, rooms)
             if rooms_left(wanted, rooms, order) is not None:
                 break

@@ -158,6 +158,38 @@ def test_the_time_of_a_tool_begins_when_it_has_a_core(
     assert time.monotonic() - begun >= 8, "one after the other"
 
 
+def test_a_tool_may_make_folders_deeper_than_recursion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = "import os\nfor _ in range(3000): os.mkdir('a'); os.chdir('a')\nprint('made')"
+    result = asyncio.run(run_python(code, timeout_s=60))
+    assert (result.output, result.exit_code) == ("made\n", 0)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("end", ["raises", "is cancelled"])
+def test_a_tool_that_fails_gives_its_core_back(end: str, tmp_path: Path) -> None:
+    shared = Cores(tmp_path / "cores", [0])
+
+    async def fails() -> None:
+        async with shared.one():
+            if end == "raises":
+                raise ValueError
+            await asyncio.sleep(3600)
+
+    async def use_after() -> None:
+        task = asyncio.create_task(fails())
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises((ValueError, asyncio.CancelledError)):
+            await task
+        async with asyncio.timeout(30), shared.one():
+            pass
+
+    asyncio.run(use_after())
+
+
 def test_a_child_that_outlives_its_tool_keeps_none_of_its_pipes_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,13 +82,26 @@ def test_a_worn_process_that_ends_is_not_replaced_again() -> None:
         assert process not in episodes._processes and len(episodes._processes) == 1
 
 
+def test_episodes_of_worn_processes_count_as_running() -> None:
+    with closing(Episodes(section(max_running=2), limits(), None)) as episodes:
+        episodes.start()
+        (first,) = episodes._processes
+        for number in range(3):
+            episodes.begin(number, row("sleep"), [])
+        episodes.events()
+        episodes._retire(first)
+        episodes.events()
+        assert [len(process.running) for process in episodes._processes] == [2, 0]
+
+
 def test_no_more_worn_processes_run_than_others() -> None:
     with closing(Episodes(section(), limits(), None)) as episodes:
         episodes.start()
         (first,) = episodes._processes
         episodes.begin(0, row("thread 1"), [])
         episodes.events()
-        episodes._retire(first)
+        for _ in range(2):
+            episodes._retire(first)  # each call that goes on says it again
         (_, second) = episodes._processes
         episodes._retire(second)
         assert episodes._processes == [first, second]

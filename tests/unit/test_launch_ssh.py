@@ -34,6 +34,7 @@ case $HOST_NAME in broken) exit ${BROKEN:-75};; esac
 if [ "$HOST_NAME" = late ]; then while [ ! -e "end-$4" ]; do sleep 0.05; done; sleep 0.5; exit 1; fi
 [[ $3 != 0 && ( $HOST_NAME = alone || $5 = alone,* ) ]] && exit 1
 echo "hello from $3"
+seq ${LINES_OF_OUTPUT:-0}
 if [ "$3" = 0 ]; then
   while [ ! -e "end-$4" ]; do
     read -rt 0.05 part; heard=$?; line+=$part
@@ -214,10 +215,9 @@ def test_bad_input_that_a_host_finds_is_not_tried_again(
     assert started() == ["a 0 of attempt 0", "broken 1 of attempt 0"]
 
 
-def test_a_launch_whose_output_nobody_reads_stops_the_run(plan: SshLaunch):
+def test_a_launch_whose_output_nobody_reads_stops_the_run(plan: SshLaunch, monkeypatch: pytest.MonkeyPatch):
     """A node that prints more than a pipe holds would stand still, and could save nothing."""
-    text = PYTHON.replace('echo "hello from $3"', 'for i in {1..20000}; do echo "hello from $3"; done')
-    Path("python").write_text(text)
+    monkeypatch.setenv("LINES_OF_OUTPUT", "20000")
     with subprocess.Popen(program(plan, ""), stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -226,6 +226,28 @@ def test_a_launch_whose_output_nobody_reads_stops_the_run(plan: SshLaunch):
             assert process.wait(60) == 141
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("kind", ["a full disk", "a terminal that is gone"])
+def test_output_that_cannot_be_written_does_not_keep_nodes_from_going_on(
+    kind: str, plan: SshLaunch, monkeypatch: pytest.MonkeyPatch
+):
+    """More of it than pipes hold."""
+    monkeypatch.setenv("LINES_OF_OUTPUT", "100000")
+    if kind == "a full disk":
+        output = os.open("/dev/full", os.O_WRONLY)
+        Path("end-0").write_text("0")
+    else:
+        other, output = os.openpty()
+        os.close(other)
+    with subprocess.Popen(program(plan, ""), stdout=output, stderr=subprocess.DEVNULL) as process:
+        os.close(output)
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
+    assert Path("input-1-0").read_text() == "over\n"
+    assert len(started()) == 2, "one attempt"
 
 
 @pytest.mark.parametrize("hard", [1024, 200])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -23,10 +25,16 @@ if sys.argv[1] == "waits":
 """
 
 
-def started(program: str, case: str) -> subprocess.Popen[bytes]:
+@contextmanager
+def started(program: str, case: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start a node; its standard input is what a launcher says."""
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", program, case], stdin=pipe, stdout=pipe, stderr=pipe)
+    command = [sys.executable, "-c", program, case]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as node:
+        try:
+            yield node
+        finally:
+            node.kill()
 
 
 @pytest.mark.parametrize("case", ["leads", "follows", "waits"])
@@ -47,6 +55,44 @@ def test_a_node_hears_its_launcher(case: str):
             node.stdin.close()
             assert b"WorkerError: the connection to the launcher is gone" in node.stderr.read()
         assert node.wait(30) == (1 if case == "waits" else 0)
+
+
+SIGNALLED = """
+import os, signal, subprocess, sys, time
+from hybridengine.cli.launch_options import note
+from hybridengine.launch.stopping import Stopping
+stopping = Stopping(leads=sys.argv[1] == "leads", attached=False, say=note)
+run = subprocess.Popen(["sleep", "60"])
+stopping.pass_to(run)
+print("ready", flush=True)
+sys.stdin.read()
+os.kill(os.getpid(), signal.SIGTERM)
+print(run.wait() if sys.argv[1] == "leads" else run.poll())
+run.kill()
+"""
+
+
+@pytest.mark.parametrize("case", ["leads", "follows"])
+def test_signals_are_handled_also_if_nobody_reads_what_a_node_says(case: str):
+    with started(SIGNALLED, case) as node:
+        assert node.stdin is not None and node.stdout is not None and node.stderr is not None
+        assert node.stdout.readline() == b"ready\n"
+        node.stderr.close()
+        node.stdin.close()
+        assert node.stdout.read() == {"leads": b"-15\n", "follows": b"None\n"}[case]
+        assert node.wait(30) == 0
+
+
+@pytest.mark.parametrize("text", [b"\xff\nover\r\n", b"stop"])
+def test_a_node_takes_any_text_of_its_launcher(text: bytes):
+    program = ATTACHED.replace("not stopping.asked", "not stopping.is_cut_off").replace(
+        '"asked"', "stopping.is_over"
+    )
+    with started(program, "leads") as node:
+        assert node.stdout is not None
+        assert node.stdout.readline() == b"ready\n"
+        output, _ = node.communicate(text, timeout=30)
+        assert output == (b"True\n" if text.endswith(b"\r\n") else b"False\n")
 
 
 TOLD = """

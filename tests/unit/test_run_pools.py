@@ -70,6 +70,19 @@ def test_pools_are_reserved_in_an_order_that_fits_the_room_that_others_leave(
     assert reserved == order
 
 
+def test_a_host_that_does_not_answer_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray knows it for a minute; the first pool would take the only node that answers and has room for the second."""
+    config = load_config("configs/arithmetic.yaml", ["cluster.ranks_per_node=[1]", SEVERAL, *SIZES])
+    pools, reserved = pools_on([2, 2, 1], [2, 2, 1], monkeypatch, config)
+    monkeypatch.setattr(launch, "answering", lambda offers: [False, True, True])
+    pools.reserve()
+    assert reserved == ["values", "main"]
+    pools, reserved = pools_on([2, 2, 1], [2, 2, 1], monkeypatch, config)
+    monkeypatch.setattr(launch, "answering", lambda offers: [True] * 3)
+    pools.reserve()
+    assert reserved == ["main", "values"]
+
+
 def test_pools_that_fit_on_no_cluster_of_this_size_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config("configs/arithmetic.yaml", ["cluster.ranks_per_node=[1]", SEVERAL, *SIZES])
     with pytest.raises(

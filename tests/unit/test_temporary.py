@@ -43,6 +43,38 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path, monkeypatch: pyte
     assert not last.exists()
 
 
+DEEP = "import os; place = '{}'\nfor _ in range(3000): os.mkdir(place); os.chdir(place); place = 'a'"
+
+
+def test_what_a_killed_process_left_may_be_deeper_than_recursion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    owner = f"{temporary._machine()}-{os.getpid()}-1"
+    left = tmp_path / f"hybridengine-episodes-{owner}-abc"
+    subprocess.run([sys.executable, "-c", DEEP.format(left)], check=True)
+    temporary.remove_leftovers()
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_others_have_named_so_is_neither_read_nor_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folders = [tmp_path / f"he-{name}" for name in ("fifo", "zero", "other")]
+    for folder in folders:
+        folder.mkdir()
+    os.mkfifo(folders[0] / "owner")  # reading it would wait for a writer forever
+    (folders[1] / "owner").symlink_to("/dev/zero")
+    (folders[2] / "owner").write_text(f"{temporary._machine()} {os.getpid()}-1")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: 12345)
+        temporary.remove_leftovers()
+    assert all(folder.exists() for folder in folders)
+    temporary.remove_leftovers()
+    assert [folder.exists() for folder in folders] == [True, True, False]
+
+
 def test_a_folder_for_sockets_is_short_and_goes_with_its_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
