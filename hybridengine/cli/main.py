@@ -138,10 +138,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_stdout_closed() -> bool:
-    """Return True if the reader of stdout has exited; the remaining output is then discarded."""
+    """Return True if nobody can read stdout any more; the remaining output is then discarded."""
     try:
         print(flush=True)
-    except BrokenPipeError:
+    except OSError:  # also of a terminal that is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
     return False

@@ -211,7 +211,7 @@ def _choose_answering(
     rooms = [offer.num_ranks(cpus_per_rank, use_gpus) for offer in offers]
     left = list(rooms)
     while (nodes := choose_nodes(ranks_per_node, left)) is not None:
-        answers = answering([offers[node] for node in nodes])
+        answers = which_answer([offers[node] for node in nodes])
         if all(answers):
             return list(nodes)
         for node, is_there in zip(nodes, answers, strict=True):
@@ -229,7 +229,7 @@ def connection_error(address: str, port: int) -> str:
     return ""
 
 
-def answering(offers: Sequence[NodeOffer]) -> list[bool]:
+def which_answer(offers: Sequence[NodeOffer]) -> list[bool]:
     """Return for each node whether Ray's port there can be reached, or is not known."""
     with ThreadPoolExecutor(MOST_CONNECTING) as threads:
         return list(

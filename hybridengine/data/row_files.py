@@ -241,12 +241,12 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield location and text of each line; for a line that is too long, one byte more than the limit."""
     with path.open("rb") as file:
         number = 0
+        if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:  # which editors on Windows write
+            file.seek(0)
         while line := file.readline(MAX_LINE_BYTES + 1):
             rest, number = line, number + 1
             while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
                 rest = file.readline(MAX_LINE_BYTES + 1)
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)  # as editors on Windows write it
             if line.strip():
                 yield f"{path}, line {number}", line.removesuffix(b"\n")
 

@@ -11,25 +11,23 @@ class SpecialTokens:
     """The special tokens of a tokenizer, as texts."""
 
     def __init__(self, tokenizer: Any) -> None:
-        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        special |= set(tokenizer.all_special_tokens)
+        special = {
+            str(token) for token in tokenizer.added_tokens_decoder.values() if token.special and str(token)
+        }
+        special |= {token for token in tokenizer.all_special_tokens if token}
         self.texts = sorted(special, key=lambda text: (-len(text), text))
         """Longest first."""
         self._pattern = re.compile("|".join(map(re.escape, self.texts)))
 
     def removed(self, text: str) -> str:
         """Return a text without special tokens, also those that what is left would form."""
-        if not self._pattern.search(text):
-            return text
-        # In one pass: as many as the text has letters may be nested in each other.
-        kept, lasts = list[str](), {token[-1] for token in self.texts}
-        for letter in text:
-            kept.append(letter)
-            if letter in lasts:
-                end = "".join(kept[-len(self.texts[0]) :])
-                found = next((token for token in self.texts if end.endswith(token)), "")
-                del kept[len(kept) - len(found) :]
-        return "".join(kept)
+        start = 0
+        while (found := self._pattern.search(text, start)) and found.group():
+            text = text[: found.start()] + text[found.end() :]
+            start = max(
+                0, found.start() - len(self.texts[0]) + 1
+            )  # what is now side by side may form another one
+        return text
 
     def up_to_first(self, text: str) -> str:
         """Return a text up to and including its first special token; nothing if it has none."""

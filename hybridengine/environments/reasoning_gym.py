@@ -64,9 +64,8 @@ class ReasoningGym:
         self._scorer = self._dataset(0, 1)
 
     def prompts(self, seed: int, count: int) -> Iterator[Prompt]:
-        source = self._largest(
-            seed * SEED_STRIDE % 2**31, count
-        )  # of 32 bits for some, also with numbers of rows
+        # Some datasets take seeds of 32 bits only, to which they add the number of the row.
+        source = self._largest(seed * SEED_STRIDE % 2**31, count)
         for index in range(len(source)):
             entry = source[index]
             asked = {"role": "user", "content": entry["question"]}
@@ -97,14 +96,17 @@ class ReasoningGym:
         return Result(score, {"tries": tries, "solved": float(score >= SOLVED), "unread": unread})
 
     def _largest(self, seed: int, count: int) -> Any:
-        """Return a dataset of `count` problems, or fewer where it takes only a smaller size (word_ladder)."""
-        while True:
+        """Return a dataset of `count` problems, or of the largest size that it takes (word_ladder)."""
+        found, fits, size = None, 0, count
+        while size > fits:
             try:
-                return self._dataset(seed, count)
+                found, fits = self._dataset(seed, size), size
             except DataError:
-                if count == 1:
+                if size == 1:
                     raise
-                count //= 2
+                count = size
+            size = (fits + count) // 2
+        return found
 
     def _dataset(self, seed: int, size: int) -> Any:
         import reasoning_gym

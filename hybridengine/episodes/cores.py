@@ -35,22 +35,26 @@ class Cores:
             os.open(folder / str(name), os.O_CREAT | os.O_RDWR, 0o600) for name in ("waiting", *numbers)
         )
         self._unused = deque(unused)
-        self._turns = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
+        self._queues = WeakKeyDictionary[asyncio.AbstractEventLoop, _Queue]()
 
     @contextlib.asynccontextmanager
     async def one(self) -> AsyncIterator[None]:
         """Wait for a core and use it in the block; of an event loop's waiters, the first has the first one.
 
-        Where other processes wait as well, each looks equally often: one that frees a core and wants it again would
-        otherwise always be there first.
+        Where other processes wait as well, each looks equally often, and then takes cores for those that wait in it: one
+        that frees a core and wants it again would otherwise always be there first.
         """
-        async with self._turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-            core = self._taken() if _locked(self._waiting, fcntl.LOCK_EX) else None
+        queue = self._queues.setdefault(asyncio.get_running_loop(), _Queue())
+        async with queue.turn():
             try:
+                may_take = queue.num_served > 0 or _locked(self._waiting, fcntl.LOCK_EX)
+                core = self._taken() if may_take else None
+                queue.num_served = 0 if core is None else max(0, queue.num_served - 1)
                 while core is None:
                     _locked(self._waiting, fcntl.LOCK_SH)
                     await asyncio.sleep(LOOK_S)
-                    core = self._taken()
+                    if (core := self._taken()) is not None:
+                        queue.num_served = queue.num_waiting
             finally:
                 _unlock(self._waiting)
         try:
@@ -63,11 +67,38 @@ class Cores:
         """Take a core that no process uses; None if there is none. Threads may call it at once."""
         for _ in range(len(self._unused)):
             with contextlib.suppress(IndexError):
-                core = self._unused.popleft()
-                if _locked(core, fcntl.LOCK_EX):
+                core, is_taken = self._unused.popleft(), False
+                try:
+                    is_taken = _locked(core, fcntl.LOCK_EX)
+                finally:
+                    if not is_taken:
+                        self._unused.append(core)
+                if is_taken:
                     return core
-                self._unused.append(core)
         return None
+
+
+class _Queue:
+    """Those of an event loop that wait for a core."""
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+        self.num_served = 0
+        """How many of them may take cores that are free without waiting for the loop's next look."""
+        self._lock = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for the others, and be the one that looks in the block."""
+        self.num_waiting += 1
+        try:
+            await self._lock.acquire()
+        finally:
+            self.num_waiting -= 1
+        try:
+            yield
+        finally:
+            self._lock.release()
 
 
 def _locked(file: int, kind: int) -> bool:
@@ -96,9 +127,9 @@ def _cores() -> Cores:
     numbers = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else range(os.cpu_count() or 1)
     folder, numbers = Path(tempfile.gettempdir()) / f"hybridengine-cores-{os.getuid()}", numbers[: _quota()]
     with contextlib.suppress(OSError):
-        shared = Cores(folder, numbers)
+        folder.mkdir(mode=0o700, exist_ok=True)
         if folder.lstat().st_uid == os.getuid():
-            return shared
+            return Cores(folder, numbers)
     # What has this name is not the user's folder: the cores are those of this process alone.
     return Cores(Path(tempfile.mkdtemp(dir=os.getcwd())), numbers)
 

@@ -243,7 +243,7 @@ class Episodes:
     def _retire(self, process: Process) -> None:
         """Start another process for new episodes in place of a worn one, which keeps those that it has.
 
-        It goes on without while as many worn processes run as others; it says again that it is worn.
+        Without effect while as many worn processes run as others: the process will say again that it is worn.
         """
         if process.is_worn or len(self._processes) >= 2 * self._section.num_processes:
             return

@@ -107,8 +107,12 @@ async def run_process(
                 feeding.cancel()
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+                for number in (
+                    0,
+                    1,
+                ):  # pipes that a child outside its session keeps open, and for which `wait` would wait
+                    process._transport.get_pipe_transport(number).close()  # type: ignore[attr-defined]
                 exit_code = await process.wait()
-                process._transport.close()  # type: ignore[attr-defined]  # pipes that a child outside its session keeps open
         finally:
             remove_tree(folder)
         return ToolResult(output[:output_bytes].decode(errors="replace"), exit_code, reached)

@@ -46,7 +46,7 @@ LOCK_LIMIT_S, LOCK_POLL_S = SAVE_LIMIT_S + 150.0, 5.0
 """An earlier attempt holds the lock until its step is saved; where its machine has died, a file server frees it after its
 lease, 90 s with Linux's NFS."""
 OUTPUT_LIMIT_S = 5.0
-"""Time limit for the last output of a run that has ended."""
+"""Time limit for other processes to close the output of a run that has ended."""
 FAILED = "failed-"
 """Begin of the names of files in which nodes say why they have failed."""
 
@@ -204,20 +204,26 @@ def passed_on(output: IO[bytes] | None) -> Iterator[None]:
     A run that wrote to a connection that is gone would end at once, without saving its step.
     """
 
+    writing = threading.Event()
+
     def pass_on() -> None:
         is_read = True
         for line in output or ():
+            writing.set()
             try:
                 if is_read:
                     sys.stdout.buffer.write(line)
                     sys.stdout.buffer.flush()
             except OSError:
                 is_read = False
+            writing.clear()
 
     thread = threading.Thread(target=pass_on, daemon=True)
     thread.start()
     yield
-    thread.join(OUTPUT_LIMIT_S)  # processes of ranks may have the pipe open for a moment
+    deadline = time.monotonic() + OUTPUT_LIMIT_S
+    while thread.is_alive() and (writing.is_set() or time.monotonic() < deadline):
+        thread.join(0.1)
 
 
 class Lead:
@@ -268,7 +274,9 @@ class Lead:
                     status, reason = NODE_LOST, f"{listed(lost)} left Ray while the run went on"
                     self._say(f"{reason}; the launch may be started again on other nodes")
                     if len(lost) < len(task.hosts):  # else Ray has not answered
-                        self._cut_off = lost
+                        self._cut_off = (
+                            lost if self._addresses else []
+                        )  # names of nodes on one machine are guesses
                         self._write_lost(lost)
             except RayEnded as error:
                 status, reason = NODE_LOST, str(error)

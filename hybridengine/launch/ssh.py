@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import shlex
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -46,8 +48,6 @@ CLOSE_LIMIT_S = 60.0
 """Time for a node to end after the launcher has closed its input."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a file that takes no more for now: lines are lost, and the launch goes on."""
-BLAME = 2
-"""Blame of a host for an attempt in which it has failed."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,10 @@ def launch(plan: SshLaunch, say: Callable[[str], None]) -> int:
             return status
         if not lost:
             lost = {hosts[0]: status}  # Ray has ended there
-        blame.update(dict.fromkeys(lost, BLAME))
+        blame.update(dict.fromkeys(lost, 2))
         if {*lost} == {*hosts[1:]} and SSH_FAILED not in lost.values():
-            # They may have failed because nothing reaches the first one: if they are several, this is likely.
-            blame[hosts[0]] += len(lost) * BLAME // 2
+            # They may have failed because nothing reaches the first one: less likely if it is one, more if three.
+            blame[hosts[0]] += len(lost)
         say(f"attempt {attempt + 1} has lost {listed(lost)}")
     raise WorkerError(
         f"{plan.retries + 1} attempts have lost nodes; see the output above, and start the launch again with other hosts,"
@@ -346,8 +346,10 @@ class _Nodes:
             with self._printing:
                 if self.is_output_closed:
                     continue
+                text = f"{host}: ".encode() + line.rstrip() + b"\n"
                 try:
-                    print(f"{host}: {line.decode(errors='replace').rstrip()}", flush=True)
+                    while text:  # not by sys.stdout, which would keep what it cannot write
+                        text = text[os.write(sys.stdout.fileno(), text) :]
                 except OSError as error:
                     if error.errno not in FULL:  # the pipe or the terminal is gone
                         self.is_output_closed = True

@@ -18,7 +18,7 @@ from hybridengine.config.reward_sections import RewardSection
 from hybridengine.config.run_config import SCORERS
 from hybridengine.config.sections import MAIN_POOL
 from hybridengine.controller.call_log import call_log
-from hybridengine.controller.cluster import answering, node_offers, place_pools, start_ray
+from hybridengine.controller.cluster import node_offers, place_pools, start_ray, which_answer
 from hybridengine.controller.pool import ResourcePool
 from hybridengine.controller.worker_group import WorkerGroup
 from hybridengine.data.rewards import score_column
@@ -66,7 +66,7 @@ class RunPools:
         use_gpus = config.cluster.device == "cuda" or (config.cluster.device == "auto" and has_gpus)
         if config.rollout.cuda_graphs and not use_gpus:
             raise ConfigError("rollout.cuda_graphs=true needs GPUs, and the run has none; leave it false")
-        self._use_gpus = use_gpus
+        self._use_gpus, self._is_reserved = use_gpus, False
         self._addresses = {offer.address for offer in offers}
         self._rooms = [offer.num_ranks(1, use_gpus) for offer in offers]
         raise_all(place_pools(config.started_pools, offers, use_gpus)[1])
@@ -101,11 +101,13 @@ class RunPools:
         Other jobs may use a part of the cluster, and hosts may have disappeared, which Ray notices later: what counts is
         the room that is left, if the pools fit there.
         """
+        if self._is_reserved:
+            return
         pools, wanted = list(self._pools.values()), [pool.ranks_per_node for pool in self._pools.values()]
         offers = node_offers(free=True)
         left = [
             one.num_ranks(1, self._use_gpus) * there
-            for one, there in zip(offers, answering(offers), strict=True)
+            for one, there in zip(offers, which_answer(offers), strict=True)
         ]
         for rooms in (left, self._rooms):
             order = order_pools(wanted, rooms)
@@ -113,6 +115,7 @@ class RunPools:
                 break
         for place in order:
             pools[place].reserve()
+        self._is_reserved = True
 
     def start(self) -> None:
         """Start the processes of all pools concurrently on their nodes; a ConfigError if models do not fit there."""

@@ -18,6 +18,7 @@ import reasoning_gym
 from hybridengine.environments.child import different_rows
 from hybridengine.environments.environment import Environment, Prompt, load_environment
 from hybridengine.environments.gymnasium import plain_text
+from hybridengine.environments.reasoning_gym import ReasoningGym
 from hybridengine.episodes.client import Client, EpisodeError, Result, Row
 from hybridengine.errors import DataError
 from tests.unit.byte_episodes import played
@@ -72,9 +73,9 @@ def test_a_dataset_that_takes_no_large_size_has_many_rows() -> None:
     environment = load_environment("reasoning_gym/word_ladder", {}, {})
     with pytest.raises(ValueError, match="too large"):
         reasoning_gym.create_dataset("word_ladder", size=40_000)
-    prompts = environment.prompts(7, 40_000)
+    assert isinstance(environment, ReasoningGym) and len(environment._largest(7, 40_000)) == 20_000
     source = reasoning_gym.create_dataset("word_ladder", seed=7_000_021, size=20_000)
-    for number, prompt in zip(range(3), prompts, strict=False):
+    for number, prompt in zip(range(3), environment.prompts(7, 40_000), strict=False):
         assert prompt.prompt[-1]["content"] == source[number]["question"]
 
 

@@ -15,12 +15,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybridengine.episodes import cores
 from hybridengine.episodes.cores import Cores
-from hybridengine.episodes.tools import run_process, run_python
+from hybridengine.episodes.tools import ToolResult, run_process, run_python
 
 USERS = """
 import asyncio, json, sys, time
@@ -118,6 +119,38 @@ def test_without_locks_the_cores_are_those_of_the_process(
     assert (len(spans), most_at_once(spans)) == (6, 2)
 
 
+def test_no_core_stands_idle_while_another_process_waits(tmp_path: Path) -> None:
+    """All that wait in a process are served at its next look."""
+    shared, spans = Cores(tmp_path / "cores", range(64)), list[tuple[float, float]]()
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(use(shared, spans) for _ in range(40)))
+
+    with (tmp_path / "cores" / "waiting").open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        asyncio.run(all_of_them())
+    assert most_at_once(spans) == 40
+
+
+def test_a_core_whose_lock_fails_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Cores(tmp_path / "cores", [0])
+
+    async def use() -> None:
+        async with asyncio.timeout(30), shared.one():
+            pass
+
+    def flock(file: int, operation: int, real: Any = fcntl.flock) -> None:
+        if file != shared._waiting:
+            raise OSError(errno.EIO, "Input/output error")
+        real(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(OSError, match="Input/output error"):
+        asyncio.run(use())
+    monkeypatch.undo()
+    asyncio.run(use())
+
+
 @pytest.mark.parametrize(
     ("text", "quota"),
     [("max 100000", None), ("250000 100000\n", 2), ("50000 100000", 1), ("", None), (None, None)],
@@ -163,9 +196,12 @@ def test_a_tool_may_make_folders_deeper_than_recursion(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code = "import os\nfor _ in range(3000): os.mkdir('a'); os.chdir('a')\nprint('made')"
-    result = asyncio.run(run_python(code, timeout_s=60))
-    assert (result.output, result.exit_code) == ("made\n", 0)
-    assert not any(tmp_path.iterdir())
+    try:
+        result = asyncio.run(run_python(code, timeout_s=60))
+        assert (result.output, result.exit_code) == ("made\n", 0)
+        assert not any(tmp_path.iterdir())
+    finally:  # pytest could not remove them either
+        subprocess.run(["rm", "-rf", *tmp_path.iterdir()], check=True)
 
 
 @pytest.mark.parametrize("end", ["raises", "is cancelled"])
@@ -190,23 +226,34 @@ def test_a_tool_that_fails_gives_its_core_back(end: str, tmp_path: Path) -> None
     asyncio.run(use_after())
 
 
-def test_a_child_that_outlives_its_tool_keeps_none_of_its_pipes_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+OUTLIVED = (
+    "import subprocess; print(subprocess.Popen(['sleep', '300'], start_new_session=True).pid, flush=True); "
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "limit"),
+    [("", "time"), ("import time; print('more' * 100, flush=True); time.sleep(300)", "output")],
+)
+def test_a_child_that_outlives_its_tool_keeps_neither_it_nor_its_pipes(
+    code: str, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code = "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid)"
+    timeout_s = 8.0 if limit == "time" else 120.0
 
-    async def num_opened() -> int:
-        await run_process(["true"])  # opens what the loop needs for all tools
-        before = len(os.listdir("/proc/self/fd"))
-        results = [await run_python(code, timeout_s=2) for _ in range(2)]
+    def pipes() -> set[str]:
+        names = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+        return {link for name in names if os.path.lexists(name) and "pipe:" in (link := os.readlink(name))}
+
+    async def used() -> tuple[ToolResult, set[str]]:
+        before = pipes()
+        result = await run_python(OUTLIVED + code, timeout_s=timeout_s, output_bytes=100)
         await asyncio.sleep(0.1)  # the loop closes pipes between its tasks
-        opened = len(os.listdir("/proc/self/fd")) - before
-        for result in results:
-            os.kill(int(result.output), signal.SIGKILL)
-        return opened
+        return result, pipes() - before
 
-    assert asyncio.run(num_opened()) == 0
+    result, opened = asyncio.run(used())
+    os.kill(int(result.output.split()[0]), signal.SIGKILL)  # it lives on
+    assert (result.limit, opened) == (limit, set())
 
 
 def test_a_command_that_waits_for_others_takes_no_core(

@@ -80,13 +80,15 @@ def test_nodes_that_have_left_ray_are_named_when_the_launch_ends(
 ):
     """Their launcher replaces them."""
     monkeypatch.setattr(node, "RayNode", NoRay)
-    for name, value in {
-        "_meet": "10.0.0.1",
-        "_wait_for_nodes": None,
-        "_run": 1,
-        "_lost": ["c"],
-    }.items():
-        monkeypatch.setattr(Lead, name, lambda *_, value=value: value)
+
+    def meet(lead: Lead) -> str:
+        lead._addresses = {f"10.0.0.{number}": host for number, host in enumerate("abc", 1)}
+        return "10.0.0.1"
+
+    monkeypatch.setattr(Lead, "_meet", meet)
+    monkeypatch.setattr(Lead, "_wait_for_nodes", lambda *_: None)
+    monkeypatch.setattr(Lead, "_run", lambda *_: 1)
+    monkeypatch.setattr(Lead, "_lost", lambda *_: ["c"])
     assert run_node(task_of(tmp_path, 0, "a", "b", "c"), print) == NODE_LOST
     end = Meeting(tmp_path, print).read(END)
     assert end is not None and (end["status"], end["cut_off"]) == (NODE_LOST, ["c"])

@@ -254,7 +254,6 @@ def test_only_a_node_that_was_cut_off_fails_when_the_launch_ends(
     if has_joined:
         meeting.write_token()
         meeting.write("ray.json", address="10.0.0.1:1", node="10.0.0.1")
-        monkeypatch.setattr(Meeting, "check_running", lambda _: None)
     meeting.write(END, status=1, reason="no address", cut_off=["b"] if is_cut_off else ["c"])
     if is_cut_off:
         with pytest.raises(WorkerError, match="no address"):

@@ -74,11 +74,11 @@ def test_a_host_that_does_not_answer_has_no_room(monkeypatch: pytest.MonkeyPatch
     """Ray knows it for a minute; the first pool would take the only node that answers and has room for the second."""
     config = load_config("configs/arithmetic.yaml", ["cluster.ranks_per_node=[1]", SEVERAL, *SIZES])
     pools, reserved = pools_on([2, 2, 1], [2, 2, 1], monkeypatch, config)
-    monkeypatch.setattr(launch, "answering", lambda offers: [False, True, True])
+    monkeypatch.setattr(launch, "which_answer", lambda offers: [False, True, True])
     pools.reserve()
     assert reserved == ["values", "main"]
     pools, reserved = pools_on([2, 2, 1], [2, 2, 1], monkeypatch, config)
-    monkeypatch.setattr(launch, "answering", lambda offers: [True] * 3)
+    monkeypatch.setattr(launch, "which_answer", lambda offers: [True] * 3)
     pools.reserve()
     assert reserved == ["main", "values"]
 

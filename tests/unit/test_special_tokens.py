@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,17 +21,19 @@ PARTS = ["<|im_", "<|im", "_end|>", "end|>", "|>", "<|im_start|>", "<|im_end|>",
 
 
 @given(parts=st.lists(st.sampled_from(PARTS), max_size=30))
-def test_no_special_token_is_left_and_nothing_else_is_lost(special: SpecialTokens, parts: list[str]) -> None:
-    text = "".join(parts)
-    left = special.removed(text)
-    assert not any(token in left for token in special.texts)
-    again = text
-    while found := [token for token in special.texts if token in again]:
-        again = again.replace(found[0], "")
-    assert sorted(left) == sorted(again)
+def test_tokens_are_removed_until_there_are_none(special: SpecialTokens, parts: list[str]) -> None:
+    left = text = "".join(parts)
+    while found := [token for token in special.texts if token in left]:
+        left = left.replace(found[0], "")
+    assert special.removed(text) == left
 
 
-def test_tokens_that_are_nested_in_each_other_are_removed_in_one_pass(special: SpecialTokens) -> None:
-    """A loop over the text for each of them takes minutes, in which no episode goes on."""
-    depth = 2**15
-    assert special.removed(f"a{'<|im_e' * depth}<|im_end|>{'nd|>' * depth}b") == "ab"
+def test_a_tokenizer_may_have_no_special_tokens() -> None:
+    none = SpecialTokens(SimpleNamespace(added_tokens_decoder={}, all_special_tokens=["", ""]))
+    assert (none.texts, none.removed("<|im_end|>"), none.up_to_first("a")) == ([], "<|im_end|>", "")
+
+
+@pytest.mark.parametrize(("text", "left"), [("xabcx", "xx"), ("aabcbc", ""), ("abab", ""), ("aabbc", "")])
+def test_of_tokens_that_begin_alike_the_longest_is_removed(text: str, left: str) -> None:
+    alike = SpecialTokens(SimpleNamespace(added_tokens_decoder={}, all_special_tokens=["ab", "abc"]))
+    assert alike.removed(text) == left
