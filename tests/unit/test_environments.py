@@ -76,7 +76,8 @@ def test_a_dataset_that_takes_no_large_size_has_many_rows() -> None:
     assert isinstance(environment, ReasoningGym) and len(environment._largest(7, 40_000)) == 20_000
     source = reasoning_gym.create_dataset("word_ladder", seed=7_000_021, size=20_000)
     for number, prompt in zip(range(3), environment.prompts(7, 40_000), strict=False):
-        assert prompt.prompt[-1]["content"] == source[number]["question"]
+        asked: Any = prompt.prompt[-1]
+        assert asked["content"] == source[number]["question"]
 
 
 @pytest.mark.parametrize("seed", [4295, 2**31 - 1])
