@@ -59,6 +59,7 @@ def test_a_folder_that_hangs_is_named_within_the_limit(
     meeting.close()
     assert time.monotonic() - begin < 30
     hangs.set()
+    monkeypatch.setattr(meeting_module, "ANSWER_LIMIT_S", 30.0)
     meeting.write(END, status=0)
     assert meeting.read(END) == {"status": 0}
 
@@ -96,20 +97,33 @@ def test_a_run_goes_on_while_its_folder_fails(
         def wait(self, *_: object) -> None: ...
         def check(self) -> None: ...
 
-    command = ["import time, signal; signal.signal(15, lambda *_: exit(7)); time.sleep(60)"]
+    command = f"""
+import signal, time
+signal.signal(15, lambda *_: exit(7))
+open({str(tmp_path / "ready")!r}, "w").close()
+time.sleep(60)
+"""
     monkeypatch.setattr(Path, "exists", looked_for)
     monkeypatch.setattr(node, "RayNode", NoRay)
     monkeypatch.setattr(Lead, "_wait_for_nodes", lambda *_: None)
     monkeypatch.setattr(Lead, "_lost", lambda *_: ["b"])  # of a run that was asked to stop it does not matter
     real = node.fated
-    monkeypatch.setattr(node, "fated", lambda c, **settings: real([c[0], "-c", *command], **settings))
+    monkeypatch.setattr(node, "fated", lambda c, **settings: real([c[0], "-c", command], **settings))
     for name in ("read", "write_token"):
         monkeypatch.setattr(Meeting, name, lambda self, *_: None)
     monkeypatch.setattr(node, "token_environment", lambda *_: dict(os.environ))
     monkeypatch.setattr(Meeting, "write", lambda *_, **__: None)
     monkeypatch.setattr(node, "is_locked", lambda _: False)
     (tmp_path / STOP).touch()
-    threading.Thread(target=lambda: (broken.wait(30), time.sleep(2.0), hangs.set()), daemon=True).start()
+
+    def mend_folder() -> None:
+        broken.wait(30)
+        while not os.path.exists(tmp_path / "ready"):
+            time.sleep(0.05)
+        time.sleep(1.0)
+        hangs.set()
+
+    threading.Thread(target=mend_folder, daemon=True).start()
     said = list[str]()
     assert run_node(task_of(tmp_path, 0, "a"), said.append) == 7
     assert said == ["SIGTERM is passed on to the run, which saves its step"]
