@@ -76,9 +76,8 @@ def remove_tree(folder: str | Path) -> None:
     """Remove a folder with what programs have left in it, as far as this user may; links are not followed."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
-    if os.path.lexists(
-        folder
-    ):  # its folders may be nested deeper than Python's recursion, or than it can open files
+    # Its folders may be nested deeper than Python's recursion, or than it can open files.
+    if os.path.lexists(folder):
         subprocess.run(["rm", "-rf", "--", folder], stderr=subprocess.DEVNULL, check=False)
 
 

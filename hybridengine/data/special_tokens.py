@@ -11,22 +11,19 @@ class SpecialTokens:
     """The special tokens of a tokenizer, as texts."""
 
     def __init__(self, tokenizer: Any) -> None:
-        special = {
-            str(token) for token in tokenizer.added_tokens_decoder.values() if token.special and str(token)
-        }
-        special |= {token for token in tokenizer.all_special_tokens if token}
-        self.texts = sorted(special, key=lambda text: (-len(text), text))
+        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        special |= set(tokenizer.all_special_tokens)
+        self.texts = sorted(special - {""}, key=lambda text: (-len(text), text))
         """Longest first."""
         self._pattern = re.compile("|".join(map(re.escape, self.texts)))
 
     def removed(self, text: str) -> str:
         """Return a text without special tokens, also those that what is left would form."""
-        start = 0
+        text, start = self._pattern.sub("", text), 0
         while (found := self._pattern.search(text, start)) and found.group():
+            # What was around a token has formed this one, and what is around this one may form another.
             text = text[: found.start()] + text[found.end() :]
-            start = max(
-                0, found.start() - len(self.texts[0]) + 1
-            )  # what is now side by side may form another one
+            start = max(0, found.start() - len(self.texts[0]) + 1)
         return text
 
     def up_to_first(self, text: str) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import random
 import sys
 import tempfile
 from collections import deque
@@ -19,7 +20,7 @@ from hybridengine.files import NO_LOCKS
 QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 """Microseconds of processor time in each period, and the period, of the container (cgroups of version 2)."""
 LOOK_S = 0.02
-"""Time between two looks for a core that another process has freed."""
+"""Mean time between two looks for a core that another process has freed."""
 
 
 class Cores:
@@ -49,10 +50,12 @@ class Cores:
             try:
                 may_take = queue.num_served > 0 or _locked(self._waiting, fcntl.LOCK_EX)
                 core = self._taken() if may_take else None
-                queue.num_served = 0 if core is None else max(0, queue.num_served - 1)
+                left = 0 if core is None else queue.num_served - 1
+                queue.num_served = max(0, min(left, queue.num_waiting))
                 while core is None:
                     _locked(self._waiting, fcntl.LOCK_SH)
-                    await asyncio.sleep(LOOK_S)
+                    # At random: looks at equal intervals would always follow those of the same process.
+                    await asyncio.sleep(random.uniform(0, 2 * LOOK_S))
                     if (core := self._taken()) is not None:
                         queue.num_served = queue.num_waiting
             finally:
@@ -127,8 +130,7 @@ def _cores() -> Cores:
     numbers = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else range(os.cpu_count() or 1)
     folder, numbers = Path(tempfile.gettempdir()) / f"hybridengine-cores-{os.getuid()}", numbers[: _quota()]
     with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.lstat().st_uid == os.getuid():
+        if not folder.exists() or folder.lstat().st_uid == os.getuid():
             return Cores(folder, numbers)
     # What has this name is not the user's folder: the cores are those of this process alone.
     return Cores(Path(tempfile.mkdtemp(dir=os.getcwd())), numbers)

@@ -79,22 +79,25 @@ async def run_process(
         folder = tempfile.mkdtemp(dir=os.getcwd())  # that of the episodes' process, which is removed with it
         try:
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *arguments,
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.STDOUT,
-                    cwd=folder,
-                    env={"PATH": os.environ.get("PATH", os.defpath), "HOME": folder},
-                    start_new_session=True,
-                    preexec_fn=limit,
-                )
+                # Not a pipe, which a child that does not read it would keep open.
+                with tempfile.TemporaryFile(dir=os.getcwd()) as file:
+                    file.write(given.encode(errors="replace"))
+                    file.seek(0)
+                    process = await asyncio.create_subprocess_exec(
+                        *arguments,
+                        stdin=file,
+                        stdout=asyncio.subprocess.PIPE,
+                        stderr=asyncio.subprocess.STDOUT,
+                        cwd=folder,
+                        env={"PATH": os.environ.get("PATH", os.defpath), "HOME": folder},
+                        start_new_session=True,
+                        preexec_fn=limit,
+                    )
             except (OSError, ValueError) as error:  # ValueError: a NUL, or half of a surrogate pair
                 if isinstance(error, OSError) and error.errno != errno.E2BIG:
                     raise
                 return ToolResult(f"the command cannot be run: {error}", CANNOT_RUN)
             output, reached = bytearray(), ""
-            feeding = asyncio.create_task(_feed(process, given.encode(errors="replace")))
             try:
                 async with asyncio.timeout(timeout_s):
                     if await _read(process, output, output_bytes):
@@ -104,26 +107,14 @@ async def run_process(
             except TimeoutError:
                 reached = "time"
             finally:
-                feeding.cancel()
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                for number in (
-                    0,
-                    1,
-                ):  # pipes that a child outside its session keeps open, and for which `wait` would wait
-                    process._transport.get_pipe_transport(number).close()  # type: ignore[attr-defined]
+                # `wait` would wait for a child outside its session, which has this pipe as well.
+                process._transport.get_pipe_transport(1).close()  # type: ignore[attr-defined]
                 exit_code = await process.wait()
         finally:
             remove_tree(folder)
         return ToolResult(output[:output_bytes].decode(errors="replace"), exit_code, reached)
-
-
-async def _feed(process: asyncio.subprocess.Process, given: bytes) -> None:
-    assert process.stdin is not None, "it is a pipe"
-    with contextlib.suppress(ConnectionError):  # it has ended, or does not read
-        process.stdin.write(given)
-        await process.stdin.drain()
-    process.stdin.close()
 
 
 async def _read(process: asyncio.subprocess.Process, output: bytearray, most: int) -> bool:

@@ -38,9 +38,12 @@ def test_jsonl_rows_keep_their_values(tmp_path):
     assert json.loads(second.answer) == {"b": [1, "ü"]}
 
 
-def test_a_file_may_begin_as_editors_on_windows_write_it(tmp_path):
+def test_a_file_may_begin_as_editors_on_windows_write_it(tmp_path, monkeypatch):
     path = write(tmp_path, codecs.BOM_UTF8 + json.dumps(GOOD).encode(), GOOD)
     assert [row.prompt for row in read_rows(path)] == ["1 + 2 ="] * 2
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 10)
+    with pytest.raises(DataError, match="line 1: the line has more than 10 bytes"):
+        read_rows(path)
 
 
 def test_a_parquet_file_gives_the_same_rows_as_jsonl(tmp_path):

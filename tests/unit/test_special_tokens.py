@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,22 @@ def test_tokens_are_removed_until_there_are_none(special: SpecialTokens, parts: 
     while found := [token for token in special.texts if token in left]:
         left = left.replace(found[0], "")
     assert special.removed(text) == left
+
+
+@pytest.mark.parametrize("depth", [1, 2, 1000])
+def test_tokens_may_be_nested_in_each_other(special: SpecialTokens, depth: int) -> None:
+    assert special.removed(f"a{'<|im_e' * depth}<|im_end|>{'nd|>' * depth}b") == "ab"
+
+
+def test_the_time_for_a_text_grows_with_its_length_whatever_it_contains(special: SpecialTokens) -> None:
+    """Texts that take a loop over all of it, or over all tokens, for each letter or token minutes."""
+    many = [f"<|token {number}|>" for number in range(1000)]
+    other = SpecialTokens(SimpleNamespace(added_tokens_decoder={}, all_special_tokens=many))
+    begun = time.process_time()
+    special.removed(f"{'<|im_e' * 2**15}<|im_end|>{'nd|>' * 2**15}")
+    special.removed(("a" * 40 + "<|im_end|>") * 2**15)
+    other.removed(many[0] + ">" * 2**16)
+    assert time.process_time() - begun < 10, "seconds of this process's CPU, not of the clock: 0.5 here"
 
 
 def test_a_tokenizer_may_have_no_special_tokens() -> None:
