@@ -203,27 +203,28 @@ def passed_on(output: IO[bytes] | None) -> Iterator[None]:
 
     A run that wrote to a connection that is gone would end at once, without saving its step.
     """
-
-    writing = threading.Event()
+    writing, last_line_s, is_read = threading.Lock(), time.monotonic(), True
 
     def pass_on() -> None:
-        is_read = True
+        nonlocal last_line_s, is_read
         for line in output or ():
-            writing.set()
-            try:
-                if is_read:
-                    sys.stdout.buffer.write(line)
-                    sys.stdout.buffer.flush()
-            except OSError:
-                is_read = False
-            writing.clear()
+            with writing:
+                try:
+                    if is_read:
+                        sys.stdout.buffer.write(line)
+                        sys.stdout.buffer.flush()
+                except OSError:
+                    is_read = False
+                last_line_s = time.monotonic()
 
     thread = threading.Thread(target=pass_on, daemon=True)
     thread.start()
-    yield
-    deadline = time.monotonic() + OUTPUT_LIMIT_S
-    while thread.is_alive() and (writing.is_set() or time.monotonic() < deadline):
-        thread.join(0.1)
+    try:
+        yield
+    finally:
+        last_line_s = time.monotonic()
+        while thread.is_alive() and (writing.locked() or time.monotonic() < last_line_s + OUTPUT_LIMIT_S):
+            thread.join(0.1)
 
 
 class Lead:
@@ -241,13 +242,15 @@ class Lead:
         self._cut_off: list[str] = []
         """Nodes that reach no address of this one, or have left Ray."""
         self._ended = threading.Event()
+        self._ends = ExitStack()
+        """What this node ends once the others know of the launch's end."""
 
     def carry_out(self) -> int:
         """Return the exit status of the run, or NODE_LOST; tell the other nodes when it has ended."""
         task, status, reason = self._task, 1, ""
         if self._meeting.read(RAY) is not None:
             raise ConfigError(f"{task.folder} is the folder of an earlier launch; name a new --launch-folder")
-        with ExitStack() as ends:
+        with self._ends as ends:
             ends.callback(self._meeting.close)
             ends.callback(self._ended.set)
             threading.Thread(target=self._listen, daemon=True).start()
@@ -274,9 +277,8 @@ class Lead:
                     status, reason = NODE_LOST, f"{listed(lost)} left Ray while the run went on"
                     self._say(f"{reason}; the launch may be started again on other nodes")
                     if len(lost) < len(task.hosts):  # else Ray has not answered
-                        self._cut_off = (
-                            lost if self._addresses else []
-                        )  # names of nodes on one machine are guesses
+                        if self._addresses:  # else several are on one machine, and the names are guesses
+                            self._cut_off = lost
                         self._write_lost(lost)
             except RayEnded as error:
                 status, reason = NODE_LOST, str(error)
@@ -360,11 +362,7 @@ class Lead:
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if self._task.attached else {}
         process = fated(command, env=dict(environment), **output)
         self._stopping.pass_to(process)
-        with passed_on(process.stdout):
-            return self._wait_for(process)
-
-    def _wait_for(self, process: subprocess.Popen[bytes]) -> int:
-        """Return the exit status of the run's process; without a launcher, let it save its step within the limit."""
+        self._ends.enter_context(passed_on(process.stdout))
         give_up = None
         while True:
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import select
 import shlex
 import signal
 import subprocess
@@ -46,8 +47,10 @@ SETTLE_LIMIT_S = 30.0
 for the first one after another has found bad input."""
 CLOSE_LIMIT_S = 60.0
 """Time for a node to end after the launcher has closed its input."""
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of a file that takes no more for now: lines are lost, and the launch goes on."""
+GONE = (errno.EPIPE, errno.EIO)
+"""Errors of a pipe or terminal that nobody reads any more; after others (a full disk), the launch goes on."""
+OUTPUT_LIMIT_S = 5.0
+"""Time limit for other processes to close the output of a node that has ended."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,8 @@ def launch(plan: SshLaunch, say: Callable[[str], None]) -> int:
             status = nodes.wait(say)
         if nodes.is_output_closed:
             raise BrokenPipeError
+        if nodes.num_lost_lines:
+            say(f"{nodes.num_lost_lines} lines of output are lost, which could not be written")
         lost = nodes.lost
         if nodes.was_stopped or nodes.is_refused or (status not in (NODE_LOST, SSH_FAILED) and not lost):
             return status
@@ -229,12 +234,14 @@ class _Nodes:
         """True if a node has found bad input, which another attempt would find again."""
         self.is_output_closed = False
         """True if nobody reads what the nodes print."""
+        self.num_lost_lines = 0
+        """Lines that could not be written."""
         self._plan, self._hosts, self._attempt = plan, hosts, attempt
         self._num_signals, self._num_requests = 0, 0
         self._ended: set[str] = set()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
-        self._printing = threading.Lock()
+        self._printing, self._last_line_s = threading.Lock(), 0.0
 
     @property
     def was_stopped(self) -> bool:
@@ -274,8 +281,12 @@ class _Nodes:
                 process.wait(max(0.1, deadline - time.monotonic()))
             process.kill()
             process.wait()
+        self._last_line_s = time.monotonic()
         for thread in self._threads:
-            thread.join(5)
+            while thread.is_alive() and (
+                self._printing.locked() or time.monotonic() < self._last_line_s + OUTPUT_LIMIT_S
+            ):
+                thread.join(0.1)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -344,13 +355,21 @@ class _Nodes:
         assert process.stdout is not None
         for line in process.stdout:  # to the end: a node whose output nobody takes stands still
             with self._printing:
-                if self.is_output_closed:
-                    continue
-                text = f"{host}: ".encode() + line.rstrip() + b"\n"
+                if not self.is_output_closed:
+                    self._write(f"{host}: ".encode() + line.rstrip() + b"\n")
+                self._last_line_s = time.monotonic()
+
+    def _write(self, text: bytes) -> None:
+        """Write to stdout, but not by `sys.stdout`, which would keep what it cannot write."""
+        try:
+            while text and sys.stdout is not None:
                 try:
-                    while text:  # not by sys.stdout, which would keep what it cannot write
-                        text = text[os.write(sys.stdout.fileno(), text) :]
-                except OSError as error:
-                    if error.errno not in FULL:  # the pipe or the terminal is gone
-                        self.is_output_closed = True
-                        self._count()
+                    text = text[os.write(sys.stdout.fileno(), text) :]
+                except BlockingIOError:  # another program has set this for the pipe that they share
+                    select.select((), (sys.stdout,), ())
+        except OSError as error:
+            if error.errno in GONE:
+                self.is_output_closed = True
+                self._count()
+            else:
+                self.num_lost_lines += 1

@@ -261,7 +261,9 @@ def test_a_child_that_outlives_its_tool_keeps_neither_it_nor_its_pipes(
     async def used() -> tuple[ToolResult, set[str]]:
         before = pipes()
         given = "more than a pipe holds" * 10_000  # which nobody reads
-        result = await run_python(OUTLIVED + code, given=given, timeout_s=timeout_s, output_bytes=100)
+        result = await run_process(
+            [sys.executable, "-c", OUTLIVED + code], given=given, timeout_s=timeout_s, output_bytes=100
+        )
         await asyncio.sleep(0.1)  # the loop closes pipes between its tasks
         return result, pipes() - before
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,22 @@ SAVES = (
     "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print(flush=True); time.sleep(60)"
 )
 HANGS = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+
+
+def test_all_output_of_a_run_is_passed_on_however_late_it_is_read():
+    """Here it fills two pipes and waits in one of them when the run has ended."""
+    program = """
+import subprocess, sys
+from hybridengine.launch import node
+node.OUTPUT_LIMIT_S = 0.5
+run = subprocess.Popen([sys.executable, "-c", "print((79 * 'x' + chr(10)) * 1375, end='')"], stdout=subprocess.PIPE)
+with node.passed_on(run.stdout):
+    run.wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        time.sleep(5)
+        output, _ = process.communicate(timeout=60)
+    assert output == (b"x" * 79 + b"\n") * 1375
 
 
 def lead_of(folder: Path, said: list[str], *, attached: bool = False) -> Lead:
@@ -75,14 +92,16 @@ def test_a_run_without_a_launcher_saves_its_step_within_the_limit(
 
 
 @pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize("on_one_machine", [False, True])
 def test_nodes_that_have_left_ray_are_named_when_the_launch_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_one_machine: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Their launcher replaces them."""
+    """Their launcher replaces them. Nodes at one address cannot be told from each other."""
     monkeypatch.setattr(node, "RayNode", NoRay)
 
     def meet(lead: Lead) -> str:
-        lead._addresses = {f"10.0.0.{number}": host for number, host in enumerate("abc", 1)}
+        if not on_one_machine:
+            lead._addresses = {f"10.0.0.{number}": host for number, host in enumerate("abc", 1)}
         return "10.0.0.1"
 
     monkeypatch.setattr(Lead, "_meet", meet)
@@ -91,7 +110,7 @@ def test_nodes_that_have_left_ray_are_named_when_the_launch_ends(
     monkeypatch.setattr(Lead, "_lost", lambda *_: ["c"])
     assert run_node(task_of(tmp_path, 0, "a", "b", "c"), print) == NODE_LOST
     end = Meeting(tmp_path, print).read(END)
-    assert end is not None and (end["status"], end["cut_off"]) == (NODE_LOST, ["c"])
+    assert end is not None and (end["status"], end["cut_off"]) == (NODE_LOST, [] if on_one_machine else ["c"])
 
 
 WRITES = """

@@ -33,6 +33,7 @@ echo "$HOST_NAME $3 of attempt $4" >> started
 case $HOST_NAME in broken) exit ${BROKEN:-75};; esac
 if [ "$HOST_NAME" = late ]; then while [ ! -e "end-$4" ]; do sleep 0.05; done; sleep 0.5; exit 1; fi
 [[ $3 != 0 && ( $HOST_NAME = alone || $5 = alone,* ) ]] && exit 1
+[[ $3 != 0 && $5 = *,alone* ]] && exit 0
 echo "hello from $3"
 seq ${LINES_OF_OUTPUT:-0}
 if [ "$3" = 0 ]; then
@@ -216,6 +217,37 @@ def test_bad_input_that_a_host_finds_is_not_tried_again(
     assert started() == ["a 0 of attempt 0", "broken 1 of attempt 0"]
 
 
+def test_all_output_arrives_however_late_it_is_read(plan: SshLaunch, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LINES_OF_OUTPUT", "20000")
+    Path("end-0").write_text("0")
+    limit = "from hybridengine.launch import ssh; ssh.OUTPUT_LIMIT_S = 0.5"
+    with subprocess.Popen(program(plan, limit), stdout=subprocess.PIPE, text=True) as process:
+        time.sleep(6)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert output.count("a: ") == 20_001
+
+
+def test_a_launch_without_stdout_goes_on(plan: SshLaunch, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LINES_OF_OUTPUT", "100000")
+    Path("end-0").write_text("0")
+    command = ["bash", "-c", 'exec "$@" >&-', "bash", *program(plan, "")]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 0
+
+
+def test_output_to_a_pipe_that_does_not_block_is_waited_for(plan: SshLaunch, monkeypatch: pytest.MonkeyPatch):
+    """A program that shares it may have set this."""
+    monkeypatch.setenv("LINES_OF_OUTPUT", "20000")
+    Path("end-0").write_text("0")
+    end, output = os.pipe()
+    os.set_blocking(output, False)
+    with subprocess.Popen(program(plan, ""), stdout=output) as process, open(end, "rb") as reader:
+        os.close(output)
+        time.sleep(3)
+        text = reader.read()
+    assert (process.returncode, text.count(b"a: ")) == (0, 20_001)
+
+
 def test_a_launch_whose_output_nobody_reads_stops_the_run(plan: SshLaunch, monkeypatch: pytest.MonkeyPatch):
     """A node that prints more than a pipe holds would stand still, and could save nothing."""
     monkeypatch.setenv("LINES_OF_OUTPUT", "20000")
@@ -241,13 +273,15 @@ def test_output_that_cannot_be_written_does_not_keep_nodes_from_going_on(
     else:
         other, output = os.openpty()
         os.close(other)
-    with subprocess.Popen(program(plan, ""), stdout=output, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(program(plan, ""), stdout=output, stderr=subprocess.PIPE) as process:
         os.close(output)
         try:
             # /dev/full refuses even the empty text with which commands end, as a full disk does not.
             assert process.wait(60) == (1 if kind == "a full disk" else 141)
         finally:
             process.kill()
+        assert process.stderr is not None
+        assert (b" lines of output are lost" in process.stderr.read()) == (kind == "a full disk")
     assert Path("input-1-0").read_text() == "over\n"
     assert len(started()) == 2, "one attempt"
 

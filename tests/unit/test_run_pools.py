@@ -75,7 +75,8 @@ def test_a_host_that_does_not_answer_has_no_room(monkeypatch: pytest.MonkeyPatch
     config = load_config("configs/arithmetic.yaml", ["cluster.ranks_per_node=[1]", SEVERAL, *SIZES])
     pools, reserved = pools_on([2, 2, 1], [2, 2, 1], monkeypatch, config)
     monkeypatch.setattr(launch, "which_answer", lambda offers: [False, True, True])
-    pools.reserve()
+    for _ in range(2):
+        pools.reserve()  # the second time, what they have reserved is not free
     assert reserved == ["values", "main"]
     pools, reserved = pools_on([2, 2, 1], [2, 2, 1], monkeypatch, config)
     monkeypatch.setattr(launch, "which_answer", lambda offers: [True] * 3)
