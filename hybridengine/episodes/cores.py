@@ -130,7 +130,8 @@ def _cores() -> Cores:
     numbers = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else range(os.cpu_count() or 1)
     folder, numbers = Path(tempfile.gettempdir()) / f"hybridengine-cores-{os.getuid()}", numbers[: _quota()]
     with contextlib.suppress(OSError):
-        if not folder.exists() or folder.lstat().st_uid == os.getuid():
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.lstat().st_uid == os.getuid():
             return Cores(folder, numbers)
     # What has this name is not the user's folder: the cores are those of this process alone.
     return Cores(Path(tempfile.mkdtemp(dir=os.getcwd())), numbers)

@@ -48,7 +48,7 @@ async def run_process(
     output_bytes: int = 2**16,
     takes_core: bool = True,
 ) -> ToolResult:
-    """Run a command in an empty folder of its own, with `given` as its input; return its result.
+    """Run a command in an empty folder of its own, with a file of the text `given` as its input; return its result.
 
     It waits until one of the host's cores is free of other tools; `timeout_s` begins then. A command that waits for
     others (`docker exec`), or with which other tools talk, need not: `takes_core=False`. The process and its children,

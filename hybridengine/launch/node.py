@@ -198,15 +198,15 @@ def check_versions(task: NodeTask, expected: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def passed_on(output: IO[bytes] | None) -> Iterator[None]:
+def passed_on(output: IO[bytes] | None, gives_up: Callable[[], bool]) -> Iterator[None]:
     """Pass the output of a process on to stdout, and drop it once nobody reads that any more.
 
     A run that wrote to a connection that is gone would end at once, without saving its step.
     """
-    writing, last_line_s, is_read = threading.Lock(), time.monotonic(), True
+    writing = threading.Lock()
 
     def pass_on() -> None:
-        nonlocal last_line_s, is_read
+        is_read = True
         for line in output or ():
             with writing:
                 try:
@@ -215,16 +215,22 @@ def passed_on(output: IO[bytes] | None) -> Iterator[None]:
                         sys.stdout.buffer.flush()
                 except OSError:
                     is_read = False
-                last_line_s = time.monotonic()
 
     thread = threading.Thread(target=pass_on, daemon=True)
     thread.start()
     try:
         yield
     finally:
-        last_line_s = time.monotonic()
-        while thread.is_alive() and (writing.locked() or time.monotonic() < last_line_s + OUTPUT_LIMIT_S):
-            thread.join(0.1)
+        wait_for_output(thread, writing, gives_up)
+
+
+def wait_for_output(thread: threading.Thread, writing: threading.Lock, gives_up: Callable[[], bool]) -> None:
+    """Wait for a thread that passes output on: while it writes, until `gives_up` holds, and OUTPUT_LIMIT_S beside."""
+    left_s = OUTPUT_LIMIT_S
+    while thread.is_alive() and left_s > 0:
+        thread.join(POLL_S / 5)
+        if gives_up() or not writing.locked():
+            left_s -= POLL_S / 5
 
 
 class Lead:
@@ -242,15 +248,16 @@ class Lead:
         self._cut_off: list[str] = []
         """Nodes that reach no address of this one, or have left Ray."""
         self._ended = threading.Event()
-        self._ends = ExitStack()
-        """What this node ends once the others know of the launch's end."""
 
     def carry_out(self) -> int:
         """Return the exit status of the run, or NODE_LOST; tell the other nodes when it has ended."""
         task, status, reason = self._task, 1, ""
         if self._meeting.read(RAY) is not None:
             raise ConfigError(f"{task.folder} is the folder of an earlier launch; name a new --launch-folder")
-        with self._ends as ends:
+        with (
+            ExitStack() as output,
+            ExitStack() as ends,
+        ):  # output is waited for last, when the others and Ray have ended
             ends.callback(self._meeting.close)
             ends.callback(self._ended.set)
             threading.Thread(target=self._listen, daemon=True).start()
@@ -272,7 +279,7 @@ class Lead:
                 self._meeting.write(RAY, address=ray_node.address, node=own)
                 environment["RAY_ADDRESS"] = ray_node.address
                 self._wait_for_nodes(ray_node, environment)
-                status = self._run(ray_node.address, environment)
+                status = self._run(ray_node.address, environment, output)
                 if status and not self._stopping.asked and (lost := self._lost(environment)):
                     status, reason = NODE_LOST, f"{listed(lost)} left Ray while the run went on"
                     self._say(f"{reason}; the launch may be started again on other nodes")
@@ -355,14 +362,14 @@ class Lead:
         except OutputError as error:  # the launcher starts again all the same, without their names
             self._say(str(error))
 
-    def _run(self, address: str, environment: Mapping[str, str]) -> int:
-        """Carry out the run in a process of its own, and return its exit status."""
+    def _run(self, address: str, environment: Mapping[str, str], output: ExitStack) -> int:
+        """Carry out the run in a process of its own, and return its exit status; `output` waits for what it writes."""
         self._wait_for_lock()
         command = [sys.executable, "-m", "hybridengine.cli.main", *self._task.run(address)]
-        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if self._task.attached else {}
-        process = fated(command, env=dict(environment), **output)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if self._task.attached else {}
+        process = fated(command, env=dict(environment), **pipes)
         self._stopping.pass_to(process)
-        self._ends.enter_context(passed_on(process.stdout))
+        output.enter_context(passed_on(process.stdout, lambda: self._stopping.is_cut_off))
         give_up = None
         while True:
             try:

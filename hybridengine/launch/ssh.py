@@ -23,7 +23,7 @@ from typing import IO
 from hybridengine.errors import ConfigError, UnreadableError, WorkerError
 from hybridengine.files import read_text
 from hybridengine.launch.meeting import listed
-from hybridengine.launch.node import NODE_LOST
+from hybridengine.launch.node import NODE_LOST, wait_for_output
 from hybridengine.launch.stopping import LOST_LINE, OVER_LINE, STOP_LINE
 
 ALIVE_INTERVAL_S, ALIVE_COUNT, CONNECT_LIMIT_S = 15, 4, 10
@@ -49,8 +49,6 @@ CLOSE_LIMIT_S = 60.0
 """Time for a node to end after the launcher has closed its input."""
 GONE = (errno.EPIPE, errno.EIO)
 """Errors of a pipe or terminal that nobody reads any more; after others (a full disk), the launch goes on."""
-OUTPUT_LIMIT_S = 5.0
-"""Time limit for other processes to close the output of a node that has ended."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +239,7 @@ class _Nodes:
         self._ended: set[str] = set()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
-        self._printing, self._last_line_s = threading.Lock(), 0.0
+        self._printing = threading.Lock()
 
     @property
     def was_stopped(self) -> bool:
@@ -281,12 +279,9 @@ class _Nodes:
                 process.wait(max(0.1, deadline - time.monotonic()))
             process.kill()
             process.wait()
-        self._last_line_s = time.monotonic()
+        before = self._num_signals
         for thread in self._threads:
-            while thread.is_alive() and (
-                self._printing.locked() or time.monotonic() < self._last_line_s + OUTPUT_LIMIT_S
-            ):
-                thread.join(0.1)
+            wait_for_output(thread, self._printing, lambda: self._num_signals > before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -357,7 +352,6 @@ class _Nodes:
             with self._printing:
                 if not self.is_output_closed:
                     self._write(f"{host}: ".encode() + line.rstrip() + b"\n")
-                self._last_line_s = time.monotonic()
 
     def _write(self, text: bytes) -> None:
         """Write to stdout, but not by `sys.stdout`, which would keep what it cannot write."""

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,31 @@ import subprocess, sys
 from hybridengine.launch import node
 node.OUTPUT_LIMIT_S = 0.5
 run = subprocess.Popen([sys.executable, "-c", "print((79 * 'x' + chr(10)) * 1375, end='')"], stdout=subprocess.PIPE)
-with node.passed_on(run.stdout):
+with node.passed_on(run.stdout, lambda: False):
     run.wait()
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
         time.sleep(5)
         output, _ = process.communicate(timeout=60)
     assert output == (b"x" * 79 + b"\n") * 1375
+
+
+STRAY = """
+import subprocess, sys
+from hybridengine.launch import node
+node.OUTPUT_LIMIT_S = 1.0
+stray = "import time; [print(n, flush=True) or time.sleep(0.3) for n in range(1000)]"
+run = subprocess.Popen([sys.executable, "-c", stray], stdout=subprocess.PIPE)
+with node.passed_on(run.stdout, lambda: False):
+    pass
+run.kill()
+"""
+
+
+def test_a_process_that_a_run_has_left_behind_does_not_keep_the_launch_by_its_output():
+    with subprocess.Popen([sys.executable, "-c", STRAY], stdout=subprocess.PIPE) as process:
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and len(output.splitlines()) < 100, "of 1000 lines, for five minutes"
 
 
 def lead_of(folder: Path, said: list[str], *, attached: bool = False) -> Lead:
@@ -71,7 +90,7 @@ def test_a_run_waits_until_an_earlier_attempt_frees_its_folder(
     monkeypatch.setattr(node, "LOCK_POLL_S", 0.01)
     started(monkeypatch, "print()")
     said = list[str]()
-    assert lead_of(tmp_path, said)._run("127.0.0.1:1", os.environ) == 0
+    assert lead_of(tmp_path, said)._run("127.0.0.1:1", os.environ, ExitStack()) == 0
     assert not held
     assert said == [
         f"waiting for 750 s at most until an earlier attempt, or another run, frees {tmp_path}/run.lock"
@@ -88,7 +107,7 @@ def test_a_run_without_a_launcher_saves_its_step_within_the_limit(
     lead = lead_of(tmp_path, [])
     lead._stopping.is_cut_off = True
     monkeypatch.setattr(Lead, "_wait_for_lock", lambda _: None)
-    assert lead._run("127.0.0.1:1", os.environ) == status
+    assert lead._run("127.0.0.1:1", os.environ, ExitStack()) == status
 
 
 @pytest.mark.usefixtures("signals")
@@ -126,13 +145,15 @@ time.sleep(60)
 """
 LEADS = f"""
 import os, sys, threading
+from contextlib import ExitStack
 from pathlib import Path
 from hybridengine.launch import node
 from tests.unit.test_launch_lead import lead_of
 real = node.fated
 node.fated = lambda command, **settings: real([command[0], "-c", {WRITES!r}], **settings)
 lead = lead_of(Path(sys.argv[1]), [], attached=True)
-status = lead._run("127.0.0.1:1", os.environ)
+with ExitStack() as output:
+    status = lead._run("127.0.0.1:1", os.environ, output)
 Path(sys.argv[1], "status").write_text(str(status))
 """
 

@@ -218,14 +218,34 @@ def test_bad_input_that_a_host_finds_is_not_tried_again(
 
 
 def test_all_output_arrives_however_late_it_is_read(plan: SshLaunch, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("LINES_OF_OUTPUT", "20000")
+    monkeypatch.setenv("LINES_OF_OUTPUT", "12000")
     Path("end-0").write_text("0")
-    limit = "from hybridengine.launch import ssh; ssh.OUTPUT_LIMIT_S = 0.5"
+    limit = "from hybridengine.launch import node; node.OUTPUT_LIMIT_S = 0.5"
     with subprocess.Popen(program(plan, limit), stdout=subprocess.PIPE, text=True) as process:
-        time.sleep(6)
+        deadline = time.monotonic() + 60
+        while not Path("input-1-0").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)  # the nodes have ended
+        time.sleep(3)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert output.count("a: ") == 20_001
+    assert output.count("a: ") == 12_001
+
+
+def test_a_launch_whose_output_waits_ends_when_asked(plan: SshLaunch, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LINES_OF_OUTPUT", "12000")
+    Path("end-0").write_text("0")
+    limit = "from hybridengine.launch import node; node.OUTPUT_LIMIT_S = 0.5"
+    with subprocess.Popen(program(plan, limit), stdout=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 60
+        while not Path("input-1-0").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(3)
+        assert process.poll() is None, "its output is not read"
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 def test_a_launch_without_stdout_goes_on(plan: SshLaunch, monkeypatch: pytest.MonkeyPatch):

@@ -34,7 +34,7 @@ def test_tokens_may_be_nested_in_each_other(special: SpecialTokens, depth: int) 
     assert special.removed(f"a{'<|im_e' * depth}<|im_end|>{'nd|>' * depth}b") == "ab"
 
 
-def test_the_time_for_a_text_grows_with_its_length_whatever_it_contains(special: SpecialTokens) -> None:
+def test_hostile_texts_take_little_time(special: SpecialTokens) -> None:
     """Texts that take a loop over all of it, or over all tokens, for each letter or token minutes."""
     many = [f"<|token {number}|>" for number in range(1000)]
     other = SpecialTokens(SimpleNamespace(added_tokens_decoder={}, all_special_tokens=many))
@@ -42,7 +42,7 @@ def test_the_time_for_a_text_grows_with_its_length_whatever_it_contains(special:
     special.removed(f"{'<|im_e' * 2**15}<|im_end|>{'nd|>' * 2**15}")
     special.removed(("a" * 40 + "<|im_end|>") * 2**15)
     other.removed(many[0] + ">" * 2**16)
-    assert time.process_time() - begun < 10, "seconds of this process's CPU, not of the clock: 0.5 here"
+    assert time.process_time() - begun < 5, "seconds of this process's CPU, not of the clock: 0.5 here"
 
 
 def test_a_tokenizer_may_have_no_special_tokens() -> None:
