@@ -83,6 +83,6 @@ def deliver(options: argparse.Namespace, text: str, submit: Callable[[str], None
 
 
 def note(text: str) -> None:
-    """Print a line of progress to stderr, if it can be written: what goes on does not depend on it."""
+    """Print a line of progress to stderr; if it cannot be written, it is lost, and the command continues."""
     with suppress(OSError):
         print(f"launch: {text}", file=sys.stderr, flush=True)

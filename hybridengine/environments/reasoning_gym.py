@@ -88,10 +88,8 @@ class ReasoningGym:
                 given = turn.text.strip() if found is None else found
                 try:
                     score = float(self._scorer.score_answer(answer=given, entry=entry))
-                except (
-                    Exception,
-                    SystemExit,
-                ):  # some datasets evaluate texts, or raise where they find no answer
+                # Some datasets evaluate the text, or raise an error where they find no answer in it.
+                except (Exception, SystemExit):
                     score, unread = 0.0, unread + 1
         return Result(score, {"tries": tries, "solved": float(score >= SOLVED), "unread": unread})
 

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from hybridengine.checkpoints.run_lock import is_locked
 from hybridengine.errors import ConfigError, HybridEngineError, OutputError, WorkerError
@@ -31,6 +31,7 @@ from hybridengine.launch.meeting import (
     Meeting,
     listed,
 )
+from hybridengine.launch.output import passed_on
 from hybridengine.launch.ray_node import RayEnded, RayNode, fated, token_environment
 from hybridengine.launch.stopping import Stopping
 from hybridengine.version import __version__
@@ -45,8 +46,6 @@ SAVE_LIMIT_S = 600.0
 LOCK_LIMIT_S, LOCK_POLL_S = SAVE_LIMIT_S + 150.0, 5.0
 """An earlier attempt holds the lock until its step is saved; where its machine has died, a file server frees it after its
 lease, 90 s with Linux's NFS."""
-OUTPUT_LIMIT_S = 5.0
-"""Time limit for other processes to close the output of a run that has ended."""
 FAILED = "failed-"
 """Begin of the names of files in which nodes say why they have failed."""
 
@@ -195,42 +194,6 @@ def check_versions(task: NodeTask, expected: Mapping[str, str]) -> None:
             f"{task.host} has {', '.join(differing)}, which {task.hosts[0]} has; install the same versions on all nodes,"
             " or start them with the same --python"
         )
-
-
-@contextmanager
-def passed_on(output: IO[bytes] | None, gives_up: Callable[[], bool]) -> Iterator[None]:
-    """Pass the output of a process on to stdout, and drop it once nobody reads that any more.
-
-    A run that wrote to a connection that is gone would end at once, without saving its step.
-    """
-    writing = threading.Lock()
-
-    def pass_on() -> None:
-        is_read = True
-        for line in output or ():
-            with writing:
-                try:
-                    if is_read:
-                        sys.stdout.buffer.write(line)
-                        sys.stdout.buffer.flush()
-                except OSError:
-                    is_read = False
-
-    thread = threading.Thread(target=pass_on, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        wait_for_output(thread, writing, gives_up)
-
-
-def wait_for_output(thread: threading.Thread, writing: threading.Lock, gives_up: Callable[[], bool]) -> None:
-    """Wait for a thread that passes output on: while it writes, until `gives_up` holds, and OUTPUT_LIMIT_S beside."""
-    left_s = OUTPUT_LIMIT_S
-    while thread.is_alive() and left_s > 0:
-        thread.join(POLL_S / 5)
-        if gives_up() or not writing.locked():
-            left_s -= POLL_S / 5
 
 
 class Lead:

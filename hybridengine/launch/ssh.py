@@ -23,7 +23,8 @@ from typing import IO
 from hybridengine.errors import ConfigError, UnreadableError, WorkerError
 from hybridengine.files import read_text
 from hybridengine.launch.meeting import listed
-from hybridengine.launch.node import NODE_LOST, wait_for_output
+from hybridengine.launch.node import NODE_LOST
+from hybridengine.launch.output import wait_for_output
 from hybridengine.launch.stopping import LOST_LINE, OVER_LINE, STOP_LINE
 
 ALIVE_INTERVAL_S, ALIVE_COUNT, CONNECT_LIMIT_S = 15, 4, 10
@@ -48,7 +49,7 @@ for the first one after another has found bad input."""
 CLOSE_LIMIT_S = 60.0
 """Time for a node to end after the launcher has closed its input."""
 GONE = (errno.EPIPE, errno.EIO)
-"""Errors of a pipe or terminal that nobody reads any more; after others (a full disk), the launch goes on."""
+"""Errors that mean that nobody reads the pipe or terminal any more; a full disk, for example, only loses lines."""
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def test_no_more_worn_processes_run_than_others() -> None:
         episodes.begin(0, row("thread 1"), [])
         episodes.events()
         for _ in range(2):
-            episodes._retire(first)  # each call that goes on says it again
+            episodes._retire(first)  # the process repeats the message
         (_, second) = episodes._processes
         episodes._retire(second)
         assert episodes._processes == [first, second]

@@ -31,10 +31,10 @@ def test_all_output_of_a_run_is_passed_on_however_late_it_is_read():
     """Here it fills two pipes and waits in one of them when the run has ended."""
     program = """
 import subprocess, sys
-from hybridengine.launch import node
-node.OUTPUT_LIMIT_S = 0.5
+from hybridengine.launch import output
+output.OUTPUT_LIMIT_S = 0.5
 run = subprocess.Popen([sys.executable, "-c", "print((79 * 'x' + chr(10)) * 1375, end='')"], stdout=subprocess.PIPE)
-with node.passed_on(run.stdout, lambda: False):
+with output.passed_on(run.stdout, lambda: False):
     run.wait()
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
@@ -45,11 +45,11 @@ with node.passed_on(run.stdout, lambda: False):
 
 STRAY = """
 import subprocess, sys
-from hybridengine.launch import node
-node.OUTPUT_LIMIT_S = 1.0
+from hybridengine.launch import output
+output.OUTPUT_LIMIT_S = 1.0
 stray = "import time; [print(n, flush=True) or time.sleep(0.3) for n in range(1000)]"
 run = subprocess.Popen([sys.executable, "-c", stray], stdout=subprocess.PIPE)
-with node.passed_on(run.stdout, lambda: False):
+with output.passed_on(run.stdout, lambda: False):
     pass
 run.kill()
 """

@@ -220,7 +220,7 @@ def test_bad_input_that_a_host_finds_is_not_tried_again(
 def test_all_output_arrives_however_late_it_is_read(plan: SshLaunch, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LINES_OF_OUTPUT", "12000")
     Path("end-0").write_text("0")
-    limit = "from hybridengine.launch import node; node.OUTPUT_LIMIT_S = 0.5"
+    limit = "from hybridengine.launch import output; output.OUTPUT_LIMIT_S = 0.5"
     with subprocess.Popen(program(plan, limit), stdout=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 60
         while not Path("input-1-0").exists() and time.monotonic() < deadline:
@@ -234,7 +234,7 @@ def test_all_output_arrives_however_late_it_is_read(plan: SshLaunch, monkeypatch
 def test_a_launch_whose_output_waits_ends_when_asked(plan: SshLaunch, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LINES_OF_OUTPUT", "12000")
     Path("end-0").write_text("0")
-    limit = "from hybridengine.launch import node; node.OUTPUT_LIMIT_S = 0.5"
+    limit = "from hybridengine.launch import output; output.OUTPUT_LIMIT_S = 0.5"
     with subprocess.Popen(program(plan, limit), stdout=subprocess.PIPE) as process:
         deadline = time.monotonic() + 60
         while not Path("input-1-0").exists() and time.monotonic() < deadline:
