@@ -179,7 +179,7 @@ def kills_itself(responses: Texts, answers: Texts) -> list[float]:
 
 
 def closes_everything(responses: Texts, answers: Texts) -> list[float]:
-    os.closerange(3, 100)
+    os.closerange(3, 2**16)
     if responses[0] == "wait":
         time.sleep(100)
     return [0.0] * len(responses)
