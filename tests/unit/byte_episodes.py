@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from hybridengine.environments.environment import Environment, Prompt
@@ -27,9 +29,11 @@ class ByteChat:
         return self.text_tokens("".join(f"{{{one['role']}}}{one['content']}" for one in messages))
 
 
-async def played(
-    environment: Environment, prompt: Prompt, turns: Sequence[str], **limits: int
-) -> tuple[Result, list[str]]:
+def first_prompts(environment: Environment, count: int, seed: int = 0) -> list[Prompt]:
+    return [*islice(environment.prompts(seed, 100), count)]
+
+
+def play(environment: Environment, prompt: Prompt, *turns: str, **limits: int) -> tuple[Result, list[str]]:
     """Return the result of an episode with these turns, and what the environment said before each turn but the first.
 
     `limits` are those of an episode, such as `max_tokens`: the most bytes of the turns and of what is said together.
@@ -43,7 +47,7 @@ async def played(
 
     row = Row(0, prompt.prompt, (1, 2), json.dumps(prompt.answer), 0)
     client = Client(0, row, replace(LIMITS, **limits), ByteChat(), draw)  # type: ignore[arg-type]
-    result = await environment.play(client, row, json.loads(row.answer))
+    result = asyncio.run(environment.play(client, row, json.loads(row.answer)))
     client.check_result(Result(result.reward))
     assert not left, "the episode ended before its turns"
     return result, read[1:]

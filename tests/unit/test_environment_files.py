@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from hybridengine.config.environment_section import EPISODE_FUNCTION
 from hybridengine.environments.environment import Prompt, load_environment
 from hybridengine.environments.files import write_environment_files
 from hybridengine.errors import ConfigError, DataError
-from tests.unit.byte_episodes import played
+from tests.unit.byte_episodes import play
 
 ROOT = Path(__file__).parents[2]
 CHAINS: dict[str, Any] = {
@@ -126,7 +125,7 @@ def test_problems_are_the_same_whenever_they_are_written_and_wherever_they_are_p
     environment = load_environment(described["name"], {}, {})
     rows = [json.loads(line) for text in written[0] for line in text.splitlines()]
     prompts = [Prompt(row["prompt"], row["answer"], "") for row in rows]
-    rewards = [asyncio.run(played(environment, one, [one.answer["answer"]]))[0].reward for one in prompts]
+    rewards = [play(environment, one, one.answer["answer"])[0].reward for one in prompts]
     assert rewards == [1.0] * 40
 
 

@@ -17,7 +17,7 @@ import pytest
 from hybridengine.cli.main import main
 from hybridengine.errors import ConfigError
 from hybridengine.launch import ssh
-from hybridengine.launch.ssh import SshLaunch, launch, parse_hosts, remote_command
+from hybridengine.launch.ssh import SshLaunch, launch, remote_command
 
 SSH = """#!/bin/bash
 while [ "${1:0:1}" = - ]; do shift 2; done
@@ -375,45 +375,6 @@ def test_the_command_of_a_host_is_quoted(setup: str, plan: SshLaunch, tmp_path: 
     command = remote_command(plan, ["train", "a b", "c='d'", "$HOME"])
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
     assert done.stdout == f"-m|hybridengine.cli.main|train|a b|c='d'|$HOME|up|{tmp_path}|"
-
-
-def test_lists_of_hosts(tmp_path: Path):
-    file = tmp_path / "hosts.txt"
-    file.write_text("# rack 1\nnode-1\n  user@node-2  # the second\n\n")
-    assert parse_hosts(None, file) == ("node-1", "user@node-2")
-    file.write_bytes("\ufeffnode-1\r\nnode-2\r\n".encode())  # from Windows
-    assert parse_hosts(None, file) == ("node-1", "node-2")
-    assert parse_hosts(" a,b ", None) == ("a", "b")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a,,b", "--hosts: '' is not the name of a host; write names such as node1"),
-        ("a,-oProxyCommand=x", "'-oProxyCommand=x' is not the name of a host"),
-        ("a,b,a", "--hosts names a twice; a host is one node"),
-        ("u@a,b,root@a", "--hosts names a twice; a host is one node"),
-    ],
-)
-def test_wrong_lists_are_refused(text: str, message: str):
-    with pytest.raises(ConfigError, match=message):
-        parse_hosts(text, None)
-
-
-def test_wrong_files_are_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="does not exist; name a file with one host a line"):
-        parse_hosts(None, tmp_path / "none")
-    (tmp_path / "empty").write_text("# nothing\n")
-    with pytest.raises(ConfigError, match="names no host"):
-        parse_hosts(None, tmp_path / "empty")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=rf"^--hostfile {tmp_path}/binary is not UTF-8 text"):
-        parse_hosts(None, tmp_path / "binary")
-    with pytest.raises(ConfigError, match=rf"^--hostfile {tmp_path} is a folder, not a regular file; name"):
-        parse_hosts(None, tmp_path)
-    (tmp_path / "mpi").write_text("node-1 slots=8\n")
-    with pytest.raises(ConfigError, match="'node-1 slots=8' is not the name of a host"):
-        parse_hosts(None, tmp_path / "mpi")
 
 
 def test_the_command_tells_bad_input_before_anything_starts(capsys: pytest.CaptureFixture[str]):
