@@ -132,6 +132,26 @@ def test_nodes_that_have_left_ray_are_named_when_the_launch_ends(
     assert end is not None and (end["status"], end["cut_off"]) == (NODE_LOST, [] if on_one_machine else ["c"])
 
 
+@pytest.mark.usefixtures("signals")
+def test_the_other_nodes_know_the_end_before_output_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A reader that pauses keeps none but the first node."""
+    ends = list[dict[str, Any] | None]()
+
+    def run(_: Lead, address: str, environment: object, output: ExitStack) -> int:
+        output.callback(lambda: ends.append(Meeting(tmp_path, print).read(END)))
+        return 3
+
+    monkeypatch.setattr(node, "RayNode", NoRay)
+    monkeypatch.setattr(Lead, "_meet", lambda _: "10.0.0.1")
+    monkeypatch.setattr(Lead, "_wait_for_nodes", lambda *_: None)
+    monkeypatch.setattr(Lead, "_run", run)
+    monkeypatch.setattr(Lead, "_lost", lambda *_: [])
+    assert run_node(task_of(tmp_path, 0, "a", "b"), print) == 3
+    assert [end and end["status"] for end in ends] == [3]
+
+
 WRITES = """
 import signal, sys, time
 def save(*_):
