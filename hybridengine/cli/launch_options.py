@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hybridengine.cli.options import between
 from hybridengine.cli.outputs import write_outputs
+from hybridengine.launch.output import written
 
 MAX_COUNT = 65_536
 START_LIMIT_S = 900.0
@@ -85,4 +86,4 @@ def deliver(options: argparse.Namespace, text: str, submit: Callable[[str], None
 def note(text: str) -> None:
     """Print a line of progress to stderr; if it cannot be written, it is lost, and the command continues."""
     with suppress(OSError):
-        print(f"launch: {text}", file=sys.stderr, flush=True)
+        written(f"launch: {text}\n".encode(errors="replace"), sys.stderr, lambda: True)

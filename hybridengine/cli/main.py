@@ -111,7 +111,8 @@ def _run(options: argparse.Namespace) -> int:
     """Carry out a command and return its exit status; calls of sys.exit in the user's code are errors."""
     try:
         status = options.run(options)
-        print(end="", flush=True)
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return status
     except BrokenPipeError:
         if _is_stdout_closed():

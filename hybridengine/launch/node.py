@@ -339,7 +339,8 @@ class Lead:
                 status = process.wait(POLL_S)
             except subprocess.TimeoutExpired:
                 if self._stopping.is_cut_off and give_up is None:
-                    process.terminate()
+                    if not self._stopping.asked:  # a second request would end the run at once
+                        process.terminate()
                     give_up = time.monotonic() + SAVE_LIMIT_S
                 if give_up is not None and time.monotonic() > give_up:
                     process.kill()

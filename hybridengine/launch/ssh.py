@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
 import resource
-import select
 import shlex
 import signal
 import subprocess
@@ -24,7 +22,7 @@ from hybridengine.errors import ConfigError, UnreadableError, WorkerError
 from hybridengine.files import read_text
 from hybridengine.launch.meeting import listed
 from hybridengine.launch.node import NODE_LOST
-from hybridengine.launch.output import wait_for_output
+from hybridengine.launch.output import wait_for_output, written
 from hybridengine.launch.stopping import LOST_LINE, OVER_LINE, STOP_LINE
 
 ALIVE_INTERVAL_S, ALIVE_COUNT, CONNECT_LIMIT_S = 15, 4, 10
@@ -241,10 +239,18 @@ class _Nodes:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
         self._printing = threading.Lock()
+        self._is_given_up = False
+        """True if a reader of the output has not been waited for."""
 
     @property
     def was_stopped(self) -> bool:
-        return self._num_signals > 0
+        return self._num_wanted > 0
+
+    @property
+    def _num_wanted(self) -> int:
+        """Requests that the first node should get. A reader that is gone is one only if nobody else has asked: Ctrl-C in
+        a pipeline ends the reader too, and a second request ends a run at once."""
+        return max(self._num_signals, int(self.is_output_closed))
 
     def __enter__(self) -> _Nodes:
         """Take signals from now on, before there are nodes that they would leave alone."""
@@ -281,8 +287,7 @@ class _Nodes:
             process.kill()
             process.wait()
         before = self._num_signals
-        for thread in self._threads:
-            wait_for_output(thread, self._printing, lambda: self._num_signals > before)
+        wait_for_output(self._threads, self._printing, lambda: self._num_signals > before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -295,8 +300,8 @@ class _Nodes:
         give_up = None
         while (status := first.poll()) is None:
             for host, ended in self._newly_failed():
-                say(f"{host} has ended with status {ended}; the run ends, or continues without it")
                 self._tell(f"{LOST_LINE} {host}")
+                say(f"{host} has ended with status {ended}; the run ends, or continues without it")
             if self.is_refused and give_up is None:
                 give_up = time.monotonic() + SETTLE_LIMIT_S
             if give_up is not None and time.monotonic() > give_up:
@@ -334,8 +339,8 @@ class _Nodes:
         self._num_signals += 1
 
     def _pass_signals(self) -> None:
-        """Ask the first node to stop its run, once for each new signal."""
-        while self._num_requests < self._num_signals:
+        """Ask the first node to stop its run, once for each new request."""
+        while self._num_requests < self._num_wanted:
             self._num_requests += 1
             self._tell(STOP_LINE)
 
@@ -355,16 +360,12 @@ class _Nodes:
                     self._write(f"{host}: ".encode() + line.rstrip() + b"\n")
 
     def _write(self, text: bytes) -> None:
-        """Write to stdout, but not by `sys.stdout`, which would keep what it cannot write."""
         try:
-            while text and sys.stdout is not None:
-                try:
-                    text = text[os.write(sys.stdout.fileno(), text) :]
-                except BlockingIOError:  # another program has set this for the pipe that they share
-                    select.select((), (sys.stdout,), ())
+            if not self._is_given_up and written(text, sys.stdout, lambda: self.was_stopped):
+                return
+            self._is_given_up = True
         except OSError as error:
             if error.errno in GONE:
                 self.is_output_closed = True
-                self._count()
-            else:
-                self.num_lost_lines += 1
+                return
+        self.num_lost_lines += 1

@@ -64,8 +64,8 @@ class Stopping:
                 f"{signal.Signals(number).name}: this node ends with the run, which the first node stops"
             )
         elif self._run is not None and self._run.poll() is None:
-            self._say(f"{signal.Signals(number).name} is passed on to the run, which saves its step")
             self._run.send_signal(number)
+            self._say(f"{signal.Signals(number).name} is passed on to the run, which saves its step")
 
     def _watch(self) -> None:
         """Read the launcher's lines; their end is that of the launcher."""

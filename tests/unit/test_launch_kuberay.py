@@ -41,9 +41,9 @@ def validator() -> jsonschema.Draft4Validator:
     return jsonschema.Draft4Validator(schema)
 
 
-def rendered(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def rendered(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     assert main(["launch", "kuberay", *arguments]) == 0
-    return yaml.safe_load(capsys.readouterr().out)
+    return yaml.safe_load(capfd.readouterr().out)
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,10 @@ def test_a_manifest_is_valid_and_has_a_pod_for_each_node(
     config: str,
     replicas: int,
     ranks: int,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
     validator: jsonschema.Draft4Validator,
 ):
-    job = rendered(capsys, f"configs/{config}.yaml", *NEEDED)
+    job = rendered(capfd, f"configs/{config}.yaml", *NEEDED)
     validator.validate(job)
     (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert [group["replicas"], group["minReplicas"], group["maxReplicas"]] == [replicas] * 3
@@ -82,9 +82,9 @@ def test_a_manifest_is_valid_and_has_a_pod_for_each_node(
     ]
 
 
-def test_every_option_is_valid(capsys: pytest.CaptureFixture[str], validator: jsonschema.Draft4Validator):
+def test_every_option_is_valid(capfd: pytest.CaptureFixture[str], validator: jsonschema.Draft4Validator):
     job = rendered(
-        capsys,
+        capfd,
         "configs/llama3-70b-16nodes.yaml",
         "run.name=My_Run.7",
         "actor.parallel=4-8-4 c=1",
@@ -148,10 +148,10 @@ def test_every_option_is_valid(capsys: pytest.CaptureFixture[str], validator: js
 
 
 def test_nodes_with_other_numbers_of_ranks_are_another_group(
-    capsys: pytest.CaptureFixture[str], validator: jsonschema.Draft4Validator
+    capfd: pytest.CaptureFixture[str], validator: jsonschema.Draft4Validator
 ):
     job = rendered(
-        capsys, "configs/arithmetic.yaml", "cluster.ranks_per_node=[1,2,1]", "--gpus-per-node", "2", *NEEDED
+        capfd, "configs/arithmetic.yaml", "cluster.ranks_per_node=[1,2,1]", "--gpus-per-node", "2", *NEEDED
     )
     validator.validate(job)
     groups = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
@@ -163,9 +163,9 @@ def test_nodes_with_other_numbers_of_ranks_are_another_group(
     assert len({group["groupName"] for group in groups}) == 2
 
 
-def test_ranks_are_on_worker_pods_alone(capsys: pytest.CaptureFixture[str]):
+def test_ranks_are_on_worker_pods_alone(capfd: pytest.CaptureFixture[str]):
     """Ray counts the CPUs of a pod by itself: those of the head would be taken for ranks."""
-    spec = rendered(capsys, "configs/async-grpo.yaml", *NEEDED, "--env", "NCCL_DEBUG=INFO")["spec"]
+    spec = rendered(capfd, "configs/async-grpo.yaml", *NEEDED, "--env", "NCCL_DEBUG=INFO")["spec"]
     assert spec["shutdownAfterJobFinishes"] is True
     cluster = spec["rayClusterSpec"]
     head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
@@ -177,24 +177,24 @@ def test_ranks_are_on_worker_pods_alone(capsys: pytest.CaptureFixture[str]):
         assert variables["NCCL_DEBUG"] == "INFO" and variables["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
-def test_pods_of_several_pools_are_equal(capsys: pytest.CaptureFixture[str]):
+def test_pods_of_several_pools_are_equal(capfd: pytest.CaptureFixture[str]):
     """Kubernetes chooses their addresses, by which pools choose: in most orders a pod with fewer GPUs fits no pool."""
     pools = (
         "{a: {roles: [critic], ranks_per_node: [1]}, b: {roles: [reference, reward], ranks_per_node: [2,2]}}"
     )
     changes = ["cluster.ranks_per_node=[2]", f"cluster.pools={pools}", "cluster.device=cuda"]
     sizes = ["actor.parallel=1-1-2", "critic.parallel=1-1-1", "reference.parallel=1-1-4"]
-    job = rendered(capsys, "configs/arithmetic.yaml", *changes, *sizes, *NEEDED)
+    job = rendered(capfd, "configs/arithmetic.yaml", *changes, *sizes, *NEEDED)
     (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert (group["replicas"], limits["nvidia.com/gpu"]) == (4, "2")
 
 
 def test_the_schema_refuses_what_kuberay_does_not_know(
-    capsys: pytest.CaptureFixture[str], validator: jsonschema.Draft4Validator
+    capfd: pytest.CaptureFixture[str], validator: jsonschema.Draft4Validator
 ):
     for change in ({"entryPoint": "x"}, {"backoffLimit": "5"}, {"suspend": 1}):
-        job = rendered(capsys, "configs/arithmetic.yaml", *NEEDED)
+        job = rendered(capfd, "configs/arithmetic.yaml", *NEEDED)
         job["spec"] |= change
         with pytest.raises(jsonschema.ValidationError):
             validator.validate(job)
@@ -251,22 +251,22 @@ def test_names_of_runs_become_names_of_kubernetes(text: str, name: str):
         (["cluster.address=1.2.3.4:1"], "a launch starts the cluster that the run joins; leave it out"),
     ],
 )
-def test_bad_input_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+def test_bad_input_is_refused(arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]):
     status = main(["launch", "kuberay", "configs/arithmetic.yaml", *NEEDED, *arguments])
     assert status == 2
-    assert message in capsys.readouterr().err
+    assert message in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("folder", ["../runs", "/shared/runs"])
-def test_a_run_may_write_anywhere_on_the_volume(folder: str, capsys: pytest.CaptureFixture[str]):
-    rendered(capsys, "configs/arithmetic.yaml", *NEEDED, "--folder", "/shared/code", f"run.folder={folder}")
+def test_a_run_may_write_anywhere_on_the_volume(folder: str, capfd: pytest.CaptureFixture[str]):
+    rendered(capfd, "configs/arithmetic.yaml", *NEEDED, "--folder", "/shared/code", f"run.folder={folder}")
 
 
-def test_submitting_needs_kubectl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_submitting_needs_kubectl(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["launch", "kuberay", "configs/arithmetic.yaml", *NEEDED, "--submit"]) == 2
     assert (
-        "kubectl is not installed on this machine; create the job where kubectl is" in capsys.readouterr().err
+        "kubectl is not installed on this machine; create the job where kubectl is" in capfd.readouterr().err
     )
 
 
@@ -288,15 +288,15 @@ echo "rayjob.ray.io/$name created"
     return jobs
 
 
-def test_a_job_is_not_submitted_over_one_of_the_same_name(capsys: pytest.CaptureFixture[str], kubectl: Path):
+def test_a_job_is_not_submitted_over_one_of_the_same_name(capfd: pytest.CaptureFixture[str], kubectl: Path):
     """KubeRay starts nothing where a manifest is applied to a job that has ended."""
     command = ["launch", "kuberay", "configs/arithmetic.yaml", *NEEDED, "--namespace", "rl", "--submit"]
     assert main(command) == 0
-    assert "launch: rayjob.ray.io/arithmetic created" in capsys.readouterr().err
+    assert "launch: rayjob.ray.io/arithmetic created" in capfd.readouterr().err
     assert main(command) == 2
     assert (
         "namespace rl has a RayJob arithmetic already, of an earlier or of another run; delete it with"
         " `kubectl delete rayjob arithmetic --namespace rl`"
-    ) in capsys.readouterr().err
+    ) in capfd.readouterr().err
     assert main([*command, "--job-name", "again"]) == 0
     assert kubectl.read_text().split() == ["arithmetic", "again"]

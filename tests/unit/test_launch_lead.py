@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,41 +24,17 @@ from tests.unit.test_launch_node import NoRay, task_of
 SAVES = (
     "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print(flush=True); time.sleep(60)"
 )
+SAVES_SLOWLY = """
+import os, signal, sys, time
+def save(*_):
+    signal.signal(15, lambda *_: os._exit(1))
+    time.sleep(2)
+    sys.exit(7)
+signal.signal(15, save)
+print(flush=True)
+time.sleep(60)
+"""
 HANGS = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)"
-
-
-def test_all_output_of_a_run_is_passed_on_however_late_it_is_read():
-    """Here it fills two pipes and waits in one of them when the run has ended."""
-    program = """
-import subprocess, sys
-from hybridengine.launch import output
-output.OUTPUT_LIMIT_S = 0.5
-run = subprocess.Popen([sys.executable, "-c", "print((79 * 'x' + chr(10)) * 1375, end='')"], stdout=subprocess.PIPE)
-with output.passed_on(run.stdout, lambda: False):
-    run.wait()
-"""
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
-        time.sleep(5)
-        output, _ = process.communicate(timeout=60)
-    assert output == (b"x" * 79 + b"\n") * 1375
-
-
-STRAY = """
-import subprocess, sys
-from hybridengine.launch import output
-output.OUTPUT_LIMIT_S = 1.0
-stray = "import time; [print(n, flush=True) or time.sleep(0.3) for n in range(1000)]"
-run = subprocess.Popen([sys.executable, "-c", stray], stdout=subprocess.PIPE)
-with output.passed_on(run.stdout, lambda: False):
-    pass
-run.kill()
-"""
-
-
-def test_a_process_that_a_run_has_left_behind_does_not_keep_the_launch_by_its_output():
-    with subprocess.Popen([sys.executable, "-c", STRAY], stdout=subprocess.PIPE) as process:
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and len(output.splitlines()) < 100, "of 1000 lines, for five minutes"
 
 
 def lead_of(folder: Path, said: list[str], *, attached: bool = False) -> Lead:
@@ -108,6 +84,19 @@ def test_a_run_without_a_launcher_saves_its_step_within_the_limit(
     lead._stopping.is_cut_off = True
     monkeypatch.setattr(Lead, "_wait_for_lock", lambda _: None)
     assert lead._run("127.0.0.1:1", os.environ, ExitStack()) == status
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_run_that_saves_its_step_is_not_asked_again_when_its_launcher_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Asked twice, it ends without saving."""
+    started(monkeypatch, SAVES_SLOWLY)
+    lead = lead_of(tmp_path, [])
+    lead._stopping.asked = True
+    monkeypatch.setattr(Lead, "_wait_for_lock", lambda _: None)
+    threading.Timer(0.5, setattr, (lead._stopping, "is_cut_off", True)).start()
+    assert lead._run("127.0.0.1:1", os.environ, ExitStack()) == 7
 
 
 @pytest.mark.usefixtures("signals")
