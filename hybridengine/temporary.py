@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +14,10 @@ from pathlib import Path
 NAME = re.compile(r"hybridengine-[a-z]+-(?P<machine>[0-9a-f]{8}\.\d+)-(?P<owner>\d+-\d+)-\w+")
 
 SHORT, OWNER_FILE = "he-", "owner"
+REMOVE = 'rm -rf -- "$1" || { chmod -R u+rwx -- "$1"; rm -rf -- "$1"; }'
+"""Shell commands that remove a folder."""
+REMOVAL_S = 5.0
+"""Time limit for waiting until a folder is removed."""
 MAX_SOCKET_PATH = 107
 """Largest number of bytes in the path of a Unix socket (unix(7))."""
 
@@ -73,12 +76,24 @@ def remove_leftovers() -> None:
 
 
 def remove_tree(folder: str | Path) -> None:
-    """Remove a folder with what programs have left in it, as far as this user may; links are not followed."""
-    with contextlib.suppress(RecursionError):
-        shutil.rmtree(folder, ignore_errors=True)
-    # Its folders may be nested deeper than Python's recursion, or than it can open files.
-    if os.path.lexists(folder):
-        subprocess.run(["rm", "-rf", "--", folder], stderr=subprocess.DEVNULL, check=False)
+    """Remove a folder with what programs have left in it; after REMOVAL_S, this goes on in the background."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        start_removal(folder).wait(REMOVAL_S)
+
+
+def start_removal(folder: str | Path) -> subprocess.Popen[bytes]:
+    """Start to remove a folder in a process, as far as this user may; links are not followed.
+
+    Folders may be nested deeper than Python's recursion, be too many to wait for, or forbid their owner to change them.
+    """
+    return subprocess.Popen(
+        ["sh", "-c", REMOVE, "sh", folder],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        start_new_session=True,
+    )
 
 
 @functools.cache

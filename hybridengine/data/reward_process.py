@@ -30,8 +30,8 @@ class RewardTimeoutError(DataError):
 class RewardProcess:
     """One function in one process, called as function(responses, answers, **columns).
 
-    The process starts with the first call or with `start`, and restarts after a call that ended it. Its children end
-    with it, unless they leave its session. It ends when this process ends, even abruptly.
+    The process starts with the first call or with `start`, and restarts after a call that ended it. What it starts ends
+    with it. It ends when this process ends, even abruptly.
 
     Args:
         path: "package.module:function".

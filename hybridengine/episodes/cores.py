@@ -37,29 +37,36 @@ class Cores:
         )
         self._unused = deque(unused)
         self._queues = WeakKeyDictionary[asyncio.AbstractEventLoop, _Queue]()
+        self._looking = set[_Queue]()
+        """Queues of event loops, in threads, that look for a core of another process or loop."""
 
     @contextlib.asynccontextmanager
     async def one(self) -> AsyncIterator[None]:
         """Wait for a core and use it in the block; of an event loop's waiters, the first has the first one.
 
-        Where other processes wait as well, each looks equally often, and then takes cores for those that wait in it: one
-        that frees a core and wants it again would otherwise always be there first.
+        Where other processes or event loops wait as well, each looks equally often, and then takes cores for those that
+        wait in it: one that frees a core and wants it again would otherwise always be there first.
         """
         queue = self._queues.setdefault(asyncio.get_running_loop(), _Queue())
         async with queue.turn():
             try:
-                may_take = queue.num_served > 0 or _locked(self._waiting, fcntl.LOCK_EX)
+                may_take = queue.num_served > 0 or (
+                    not self._looking and _locked(self._waiting, fcntl.LOCK_EX)
+                )
                 core = self._taken() if may_take else None
                 left = 0 if core is None else queue.num_served - 1
                 queue.num_served = max(0, min(left, queue.num_waiting))
                 while core is None:
+                    self._looking.add(queue)
                     _locked(self._waiting, fcntl.LOCK_SH)
                     # At random: looks at equal intervals would always follow those of the same process.
                     await asyncio.sleep(random.uniform(0, 2 * LOOK_S))
                     if (core := self._taken()) is not None:
                         queue.num_served = queue.num_waiting
             finally:
-                _unlock(self._waiting)
+                self._looking.discard(queue)
+                if not self._looking:
+                    _unlock(self._waiting)
         try:
             yield
         finally:

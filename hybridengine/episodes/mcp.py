@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -158,8 +159,7 @@ class McpTools:
 class _Server:
     """The process of a server, as a transport of the package `mcp`: a context manager that yields two streams.
 
-    The package's own transport gives the process a session of its own, in which it would outlive the episodes' process,
-    and reads lines of any length.
+    The package's own transport reads lines of any length.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -192,25 +192,33 @@ class _Server:
         import anyio
 
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                limit=LINE_BYTES,
-                env={
-                    "PATH": os.environ.get("PATH", os.defpath),
-                    "HOME": os.getcwd(),
-                    **self._environment,
-                },
+            starting = asyncio.ensure_future(
+                asyncio.create_subprocess_exec(
+                    *self._command,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    limit=LINE_BYTES,
+                    env={
+                        "PATH": os.environ.get("PATH", os.defpath),
+                        "HOME": os.getcwd(),
+                        **self._environment,
+                    },
+                    process_group=0,
+                )
             )
+            # A start that is cancelled itself would wait for the children of the process.
+            self._process = process = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(_end_started)
+            raise
         except OSError as error:
             raise self.error(f"cannot be started ({error.strerror})") from None
         to_client, from_server = anyio.create_memory_object_stream[Any](0)
         to_server, from_client = anyio.create_memory_object_stream[Any](0)
-        reading = asyncio.create_task(self._read(self._process, to_client))
-        writing = asyncio.create_task(self._write(self._process, from_client))
-        noting = asyncio.create_task(self._pass_on_stderr(self._process))
+        reading = asyncio.create_task(self._read(process, to_client))
+        writing = asyncio.create_task(self._write(process, from_client))
+        noting = asyncio.create_task(self._pass_on_stderr(process))
         try:
             yield from_server, to_server
         finally:
@@ -218,12 +226,12 @@ class _Server:
                 stream.close()
             reading.cancel()
             writing.cancel()
-            await self._end(self._process)
+            await self._end(process)
             await asyncio.wait(
                 [noting], timeout=END_S
             )  # its last lines; a child of it may keep the pipe open
             noting.cancel()
-            self._process._transport.close()  # type: ignore[attr-defined]  # pipes that such a child keeps open
+            process._transport.close()  # type: ignore[attr-defined]  # pipes that such a child keeps open
 
     async def _read(self, process: asyncio.subprocess.Process, messages: Any) -> None:
         """Pass on what the server prints; close the stream when it says nothing more that can be understood."""
@@ -250,8 +258,7 @@ class _Server:
                         self.failure = f"printed {shown(text)}, which is not an MCP message"
                         break
                     await messages.send(SessionMessage(message))
-        if process.returncode is None:
-            process.kill()
+        _kill(process)
 
     async def _pass_on_stderr(self, process: asyncio.subprocess.Process) -> None:
         """Write the first part of the server's stderr to this process's; read the rest, so that it never waits."""
@@ -283,8 +290,23 @@ class _Server:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), END_S)
         if process.returncode is None:
-            process.kill()
-            await process.wait()
+            _kill(process)
+            with contextlib.suppress(TimeoutError):  # a child that has left its group keeps its pipes open
+                await asyncio.wait_for(process.wait(), END_S)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """End a server and its children; it may be one of them (`uv run`, `npx`)."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _end_started(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
+    """End a server whose start nobody waits for any more."""
+    if not starting.cancelled() and starting.exception() is None:
+        _kill(starting.result())
+        starting.result()._transport.close()  # type: ignore[attr-defined]
 
 
 def _write_stderr(content: bytes) -> None:

@@ -9,18 +9,23 @@ import errno
 import os
 import resource
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridengine.episodes.cores import core_of_this_host
-from hybridengine.temporary import remove_tree
+from hybridengine.temporary import REMOVAL_S, start_removal
 
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2): signal that the process gets when its parent ends."""
 ARGUMENT_BYTES = 2**16
 """Longest code that is passed as an argument; Linux takes arguments of up to 128 KiB."""
+POLL_S = 0.005
+"""Interval at which the end of a process that has closed its output is looked for, and that of a removal."""
+END_S = 5.0
+"""Time limit for a killed process to end."""
 CANNOT_RUN = 126
 """Exit code of a command that cannot be run, as in a shell."""
 RUN_FILE = "import sys; exec(compile(open(sys.argv.pop(), 'rb').read(), '<string>', 'exec'))"
@@ -52,26 +57,36 @@ async def run_process(
 
     It waits until one of the host's cores is free of other tools; `timeout_s` begins then. A command that waits for
     others (`docker exec`), or with which other tools talk, need not: `takes_core=False`. The process and its children,
-    unless they leave its session, are killed after `timeout_s`, or once they have written more than `output_bytes`; on
-    Linux the process also ends with this one. It has no environment but PATH and its own HOME, and may allocate
-    `memory_bytes` of memory, write files of as much, and use one core for `timeout_s`. It is not isolated from the
-    network and from files that this user may read: run what nobody trusts in a container.
+    unless they leave its process group (`setsid`, `timeout`), are killed after `timeout_s`, or once they have written
+    more than `output_bytes`; on Linux the process also ends with this one. It has no environment but PATH, its own HOME
+    and OMP_NUM_THREADS, and may allocate `memory_bytes` of memory, write files of as much, and use one core for
+    `timeout_s`. It is not isolated from the network and from files that this user may read: run what nobody trusts in a
+    container.
 
     Arguments that no process can be given, such as a NUL, are a result with exit code 126. Raises OSError if the command
     cannot be started for another reason.
     """
 
     def limit() -> None:
+        if libc is not None:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        for kind, most in limits:
+            resource.setrlimit(kind, (most, most))
+
+    limits = [
+        (kind, most if hard == resource.RLIM_INFINITY else min(most, hard))
         for kind, most in (
-            (resource.RLIMIT_AS, memory_bytes),
             (resource.RLIMIT_FSIZE, memory_bytes),
             (resource.RLIMIT_CORE, 0),
             (resource.RLIMIT_CPU, int(timeout_s) + 1),
-        ):
-            resource.setrlimit(kind, (most, most))
-        if libc is not None:
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
+            (resource.RLIMIT_DATA, memory_bytes),  # this process may have less
+            (
+                resource.RLIMIT_AS,
+                memory_bytes,
+            ),  # last: this process may have more, and can then allocate nothing
+        )
+        for _, hard in [resource.getrlimit(kind)]
+    ]
     # Loaded here: a process that has forked may not load libraries.
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -83,13 +98,18 @@ async def run_process(
                 with tempfile.TemporaryFile(dir=os.getcwd()) as file:
                     file.write(given.encode(errors="replace"))
                     file.seek(0)
-                    process = await asyncio.create_subprocess_exec(
-                        *arguments,
+                    # Not by asyncio: a start that is cancelled there waits for the children of the process.
+                    process = subprocess.Popen(
+                        arguments,
                         stdin=file,
-                        stdout=asyncio.subprocess.PIPE,
-                        stderr=asyncio.subprocess.STDOUT,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.STDOUT,
                         cwd=folder,
-                        env={"PATH": os.environ.get("PATH", os.defpath), "HOME": folder},
+                        env={
+                            "PATH": os.environ.get("PATH", os.defpath),
+                            "HOME": folder,
+                            "OMP_NUM_THREADS": "1",
+                        },
                         start_new_session=True,
                         preexec_fn=limit,
                     )
@@ -100,31 +120,46 @@ async def run_process(
             output, reached = bytearray(), ""
             try:
                 async with asyncio.timeout(timeout_s):
-                    if await _read(process, output, output_bytes):
-                        reached = "output"
-                    else:
-                        await process.wait()
+                    reached = await _followed(process, output, output_bytes)
             except TimeoutError:
                 reached = "time"
             finally:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                    # It is not reaped yet, so that its number is not another's.
                     os.killpg(process.pid, signal.SIGKILL)
-                # `wait` would wait for a child outside its session, which has this pipe as well.
-                process._transport.get_pipe_transport(1).close()  # type: ignore[attr-defined]
-                exit_code = await process.wait()
+                    process.wait(END_S)
         finally:
-            remove_tree(folder)
+            await _removed(folder)
+        exit_code = -signal.SIGKILL if process.returncode is None else process.returncode
         return ToolResult(output[:output_bytes].decode(errors="replace"), exit_code, reached)
 
 
-async def _read(process: asyncio.subprocess.Process, output: bytearray, most: int) -> bool:
-    """Append what a process writes; return True as soon as that is more than `most` bytes."""
-    assert process.stdout is not None, "it is a pipe"
-    while part := await process.stdout.read(2**16):
-        output += part
-        if len(output) > most:
-            return True
-    return False
+async def _followed(process: subprocess.Popen[bytes], output: bytearray, most: int) -> str:
+    """Append what a process writes until it has ended; return "output" as soon as that is more than `most` bytes."""
+    loop, stream = asyncio.get_running_loop(), asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), process.stdout)
+    try:
+        while part := await stream.read(2**16):
+            output += part
+            if len(output) > most:
+                return "output"
+        while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            await asyncio.sleep(POLL_S)
+        return ""
+    finally:
+        transport.close()
+
+
+async def _removed(folder: str) -> None:
+    """Wait for REMOVAL_S at most until a folder is removed."""
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+        return
+    with contextlib.suppress(OSError, TimeoutError):
+        removal = start_removal(folder)
+        async with asyncio.timeout(REMOVAL_S):
+            while removal.poll() is None:
+                await asyncio.sleep(POLL_S)
 
 
 async def run_python(code: str, **limits: float) -> ToolResult:

@@ -2,7 +2,7 @@
 
     rank  -- lifeline -->  guard  -- fork -->  user code, in a process group of its own
 
-The guard ends the code and its process group when the lifeline is cut, by the rank or by the rank's death, and when
+The guard ends the code and what it has started when the lifeline is cut, by the rank or by the rank's death, and when
 the code's process ends by itself. It needs no cooperation of the code, which may be deep in C. Both work in a temporary
 folder that the rank creates and the guard removes. Only the standard library is imported, so that a start takes little
 more than the code's own imports.
@@ -11,17 +11,22 @@ more than the code's own imports.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import signal
 import socket
+import sys
 import threading
 import traceback
+from pathlib import Path
 from typing import NoReturn
 
 from hybridengine.importing import import_object
 from hybridengine.temporary import remove_tree
 
+PR_SET_CHILD_SUBREAPER = 36
+"""Option of prctl(2): orphans among the descendants become children of this process."""
 SIGNAL_EXIT_CODE = 128
 """The guard's exit code is that of the code; for a signal n it is this + n, as in a shell."""
 
@@ -32,6 +37,8 @@ def main(channel: int, server: str) -> None:
     folder = os.getcwd()
     # If the parent ignores it, this process does too, and the exit code of the code would be lost.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     pid = os.fork()  # before any thread starts
     if pid == 0:
         _run(channel, server)
@@ -42,7 +49,7 @@ def main(channel: int, server: str) -> None:
 
 
 def _guard(pid: int) -> int:
-    """Return the exit code of the process `pid`, which is ended with its group when the lifeline is cut."""
+    """Return the exit code of the process `pid`, which is ended with its descendants when the lifeline is cut."""
     with contextlib.suppress(OSError):  # the process does it as well: the first one wins
         os.setpgid(pid, pid)
 
@@ -55,11 +62,24 @@ def _guard(pid: int) -> int:
         end()
 
     threading.Thread(target=await_cut, daemon=True).start()
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) and ended.si_pid != pid:
+        os.waitpid(ended.si_pid, 0)  # an orphan
     end()  # end what the code has started; the process is not reaped yet, so its pid is not reused
     _, status = os.waitpid(pid, 0)
+    _end_orphans()
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else SIGNAL_EXIT_CODE - code
+
+
+def _end_orphans() -> None:
+    """End what has left the code's process group; children of what ends become this process's in turn."""
+    with contextlib.suppress(ChildProcessError):  # there are none
+        while True:
+            for file in Path("/proc/self/task").glob("*/children"):
+                for child in map(int, file.read_text().split()):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGKILL)
+            os.waitpid(-1, 0)
 
 
 def _run(channel: int, server: str) -> NoReturn:

@@ -35,7 +35,7 @@ END_TIMEOUT_S = 10.0
 
 
 class GuardedProcess:
-    """A running process of user code. Its children end with it, unless they leave its session.
+    """A running process of user code. On Linux, all that it starts ends with it.
 
     Args:
         server: "package.module:function", called in the process with its end of `channel`.

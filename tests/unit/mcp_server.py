@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 
 from mcp.server.mcpserver import MCPServer
 
@@ -30,6 +31,13 @@ def fail(reason: str) -> str:
 async def sleep(seconds: float) -> str:
     """Answer late."""
     await asyncio.sleep(seconds)
+    return "awake"
+
+
+@server.tool()
+def hang() -> str:
+    """Hear nothing any more."""
+    time.sleep(600)
     return "awake"
 
 

@@ -214,13 +214,15 @@ def blocks_afterwards(responses: Texts, answers: Texts) -> list[float]:
 
 
 def starts_children(responses: Texts, answers: Texts) -> list[float]:
-    """Start two children, write their ids into the file that the answer names; then wait, end, or return."""
+    """Start children, the last one detached; write ids into the file that the answer names; then wait, end, or return."""
     forked = os.fork()
     if forked == 0:
         time.sleep(100)
         os._exit(0)
     started = subprocess.Popen(["sleep", "100"])
-    Path(answers[0]).write_text(json.dumps([os.getpid(), os.getppid(), forked, started.pid]))
+    numbers = [os.getpid(), os.getppid(), forked, started.pid]
+    numbers.append(subprocess.Popen(["sleep", "100"], start_new_session=True).pid)
+    Path(answers[0]).write_text(json.dumps(numbers))
     if responses[0] == "wait":
         time.sleep(100)
     if responses[0] == "end":

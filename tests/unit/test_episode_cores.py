@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -87,6 +88,29 @@ def test_a_process_that_uses_a_core_all_the_time_leaves_it_to_others(tmp_path: P
     many, few = (json.loads(one.communicate(timeout=120)[0]) for one in processes)
     assert (len(many), len(few)) == (200, 10)
     assert sum(begins[1] < begun < few[-1][1] for begun, _ in many) < 100, "about ten"
+    assert most_at_once([*many, *few]) == 1
+
+
+def test_an_event_loop_that_uses_a_core_all_the_time_leaves_it_to_those_of_other_threads(
+    tmp_path: Path,
+) -> None:
+    shared, is_used = Cores(tmp_path, [0]), threading.Event()
+    spans: list[list[tuple[float, float]]] = [[], []]
+
+    async def uses(number: int, count: int) -> None:
+        assert count == 200 or is_used.wait(60)
+        for _ in range(count):
+            async with shared.one():
+                is_used.set()
+                begun = time.monotonic()
+                await asyncio.sleep(0.05)
+                spans[number].append((begun, time.monotonic()))
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda one: asyncio.run(uses(*one)), enumerate((200, 10))))
+    many, few = spans
+    assert (len(many), len(few)) == (200, 10)
+    assert sum(begun < few[-1][1] for begun, _ in many) < 100, "about ten"
     assert most_at_once([*many, *few]) == 1
 
 

@@ -67,6 +67,41 @@ def test_a_tool_that_closes_its_output_and_hangs(closes: str) -> None:
     assert found == ToolResult("", -signal.SIGKILL, "time")
 
 
+def test_a_tool_that_is_cancelled_is_killed_with_its_children(folder: Path) -> None:
+    file = folder / "number"
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(run_process(["sh", "-c", f"sleep 600 & echo $! > {file}; wait"]))
+        while not file.exists() or not file.read_text():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert awaited_end(int(file.read_text()))
+    assert [*folder.iterdir()] == [file]
+
+
+def test_libraries_of_a_tool_use_the_one_core_that_it_has() -> None:
+    """Their threads for all cores of a large host would need more memory than it may have."""
+    code = "import os; print(os.environ['OMP_NUM_THREADS'])"
+    assert asyncio.run(run_python(code, timeout_s=60)).output == "1\n"
+
+
+def test_a_tool_may_have_more_memory_than_the_process_of_its_episode() -> None:
+    code = """
+import asyncio
+from hybridengine.episodes.tools import run_python
+from hybridengine.guarded.guard import limit_memory
+limit_memory(2**27)
+print(asyncio.run(run_python("print(len(bytearray(2**28)))", memory_bytes=2**30, timeout_s=60)).output)
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+    assert int(done.stdout) == 2**28
+
+
 def test_a_tool_that_prints_a_gigabyte() -> None:
     found = asyncio.run(run_process(["yes"], output_bytes=1000, timeout_s=60))
     assert (found.output, found.limit) == ("y\n" * 500, "output")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -15,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from hybridengine.episodes.mcp import LINE_BYTES, STDERR_BYTES, McpTools, ToolServerError, mcp_tools
+from hybridengine.episodes.mcp import LINE_BYTES, STDERR_BYTES, McpTools, ToolServerError, _Server, mcp_tools
 from hybridengine.episodes.tools import ToolResult
+from tests.unit.test_episode_tools import awaited_end, is_running
 
 SERVER = (sys.executable, str(Path(__file__).with_name("mcp_server.py")))
 
@@ -118,12 +120,50 @@ def test_a_child_that_keeps_stderr_open_does_not_keep_the_block_from_ending() ->
         os.kill(pid, signal.SIGKILL)
 
 
+def test_a_server_behind_another_program_that_hangs_is_ended_with_the_block() -> None:
+    """As `uv run` and `npx` start servers."""
+
+    async def use(tools: McpTools) -> int:
+        pid = int((await tools.call("process")).output.split()[0])
+        with pytest.raises(ToolServerError, match="did not answer"):
+            await tools.call("hang")
+        return pid
+
+    begin = time.monotonic()
+    pid = used(use, ["sh", "-c", f"{shlex.join(SERVER)}; true"], call_timeout_s=5)
+    assert time.monotonic() - begin < 120
+    assert awaited_end(pid)
+
+
+def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
+    """Children keep its pipes open; asyncio alone would wait for them."""
+    file = tmp_path / "number"
+    command = ["sh", "-c", f"sleep 600 & echo $! > {file}; wait"]
+
+    async def cancelled() -> int:
+        task = asyncio.create_task(_Server(command, {}).__aenter__())
+        for _ in range(2):  # it has been started, and its pipes are being opened
+            await asyncio.sleep(0)
+        while not file.exists() or not file.read_text():
+            time.sleep(0.01)
+        assert not task.done()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with asyncio.timeout(60):
+            while is_running(int(file.read_text())):
+                await asyncio.sleep(0.01)
+        return int(file.read_text())
+
+    assert asyncio.run(cancelled()) > 0
+
+
 def test_a_server_is_in_the_session_of_its_episodes_and_ends_with_the_block() -> None:
     async def use(tools: McpTools) -> str:
         return (await tools.call("process")).output
 
     pid, session, group = map(int, used(use).split())
-    assert (session, group) == (os.getsid(0), os.getpgid(0))
+    assert (session, group) == (os.getsid(0), pid)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

@@ -307,6 +307,7 @@ def test_what_a_function_has_started_ends_with_it(process, tmp_path, end):
     if end == "guard":
         os.kill(numbers[1], signal.SIGKILL)
         await_end(numbers[1])
+        os.kill(numbers.pop(), signal.SIGKILL)  # nobody is left who knows of it
     one.close()
     await_end(*numbers)
     assert time.monotonic() - begin < LONG_S

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,30 @@ def test_a_folder_for_sockets_is_short_and_goes_with_its_process(
     assert left.parent == tmp_path and left.exists()
     own = temporary.make_short_folder("test", room)
     assert own.exists() and not left.exists()
+
+
+def test_what_takes_long_to_remove_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, go = tmp_path / "folder", tmp_path / "go"
+    folder.mkdir()
+    monkeypatch.setattr(temporary, "REMOVAL_S", 0.1)
+    monkeypatch.setattr(temporary, "REMOVE", f"until [ -e {go} ]; do sleep 0.05; done; {temporary.REMOVE}")
+    temporary.remove_tree(folder)
+    assert folder.exists()
+    go.touch()
+    deadline = time.monotonic() + 60
+    while folder.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may act as another user")
+def test_folders_that_forbid_their_owner_to_change_them_are_removed() -> None:
+    """Root needs no permission; Go's cache of modules has such folders."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    (folder / "closed").mkdir()
+    (folder / "closed" / "file").touch()
+    (folder / "closed").chmod(0o500)
+    for path in (folder, folder / "closed", folder / "closed" / "file"):
+        os.chown(path, 65534, 65534)
+    subprocess.run(["sh", "-c", temporary.REMOVE, "sh", folder], user=65534, check=False, capture_output=True)
+    assert not folder.exists()
