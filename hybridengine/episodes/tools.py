@@ -124,9 +124,10 @@ async def run_process(
             except TimeoutError:
                 reached = "time"
             finally:
-                with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                with contextlib.suppress(PermissionError):  # a program of another user, such as sudo
                     # It is not reaped yet, so that its number is not another's.
                     os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(END_S)
         finally:
             await _removed(folder)

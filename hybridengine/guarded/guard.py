@@ -73,13 +73,23 @@ def _guard(pid: int) -> int:
 
 def _end_orphans() -> None:
     """End what has left the code's process group; children of what ends become this process's in turn."""
-    with contextlib.suppress(ChildProcessError):  # there are none
-        while True:
-            for file in Path("/proc/self/task").glob("*/children"):
-                for child in map(int, file.read_text().split()):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(child, signal.SIGKILL)
-            os.waitpid(-1, 0)
+    are_left = True
+    while are_left:
+        are_left = False
+        for child in _children():
+            with contextlib.suppress(PermissionError):  # a program of another user, such as sudo
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                are_left = True
+
+
+def _children() -> list[int]:
+    """Return the children of this process's threads."""
+    found = list[int]()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread has ended
+            found += map(int, file.read_text().split())
+    return found
 
 
 def _run(channel: int, server: str) -> NoReturn:

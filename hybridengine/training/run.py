@@ -66,7 +66,8 @@ logger = logging.getLogger(__name__)
 
 def train(config: RunConfig) -> None:
     """Carry out a run, or the remaining steps of a resumed run, and print or log its progress."""
-    console, started = Console(), time.perf_counter()
+    stop = StopRequest(saves=bool(config.checkpoint.every))
+    console, started = _RunConsole(stop), time.perf_counter()
     as_json = config.run.log_format == "json"
 
     def say(text: str) -> None:
@@ -80,13 +81,30 @@ def train(config: RunConfig) -> None:
         raise_all([*local_problems(config), *missing_trackers(config.run.trackers)])
         check_functions(config.algorithm)
         with watched_folder(config.run_folder, config.timeouts.save_s, say):
-            _train(config, console, say)
+            _train(config, console, say, stop)
 
 
-def _train(config: RunConfig, console: Console, say: Callable[[str], None]) -> None:
+class _RunConsole(Console):
+    """The console of a run: once it has been asked to stop, what nobody reads any more is lost.
+
+    Ctrl-C in a pipeline ends the reader as well, and the run has its step to save.
+    """
+
+    def __init__(self, stop: StopRequest) -> None:
+        super().__init__()
+        self._stop = stop
+
+    def on_broken_pipe(self) -> None:
+        try:
+            super().on_broken_pipe()
+        except SystemExit:
+            if not self._stop.heard:
+                raise
+
+
+def _train(config: RunConfig, console: Console, say: Callable[[str], None], stop: StopRequest) -> None:
     config, is_made_here = claim_run(config)
     say(f"run {as_typed(config.run_folder)}: {config.run.steps} steps of {config.rows_per_step} sequences")
-    stop = StopRequest(saves=bool(config.checkpoint.every))
     with contextlib.ExitStack() as ends:
         ends.enter_context(stop.interruptible())
         # Locked first: a command that does not get the lock must not touch the folder.

@@ -6,10 +6,11 @@ import io
 import json
 import os
 import pty
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +30,8 @@ from hybridengine.report.console import step_line
 from hybridengine.report.step_rows import Row, read_rows
 from hybridengine.report.timeline import read_timeline
 from hybridengine.training.output import RunOutput, run_trackers, where_to_look
+from hybridengine.training.run import _RunConsole
+from hybridengine.training.stopping import StopRequest
 
 NODES = {"main": ["10.0.0.1", "10.0.0.1"]}
 
@@ -293,3 +296,20 @@ def test_an_unknown_tracker_is_an_error_of_the_configuration(
     assert name in message
     assert "run.trackers" in message
     assert "'wandb' or 'mlflow'" in message
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_run_that_is_asked_to_stop_needs_no_reader_any_more(
+    is_asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a pipeline ends both, and the run has its step to save."""
+    end, output = os.pipe()
+    os.close(end)
+    stop = StopRequest()
+    stop.heard = is_asked
+    with open(output, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        console = _RunConsole(stop)
+        with nullcontext() if is_asked else pytest.raises(SystemExit):
+            console.print("step 1")
+            console.print("step 2")
