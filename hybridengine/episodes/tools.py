@@ -127,8 +127,7 @@ async def run_process(
                 with contextlib.suppress(PermissionError):  # a program of another user, such as sudo
                     # It is not reaped yet, so that its number is not another's.
                     os.killpg(process.pid, signal.SIGKILL)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(END_S)
+                await _ended(process, END_S)
         finally:
             await _removed(folder)
         exit_code = -signal.SIGKILL if process.returncode is None else process.returncode
@@ -156,10 +155,15 @@ async def _removed(folder: str) -> None:
     with contextlib.suppress(OSError):
         os.rmdir(folder)
         return
-    with contextlib.suppress(OSError, TimeoutError):
-        removal = start_removal(folder)
-        async with asyncio.timeout(REMOVAL_S):
-            while removal.poll() is None:
+    with contextlib.suppress(OSError):
+        await _ended(start_removal(folder), REMOVAL_S)
+
+
+async def _ended(process: subprocess.Popen[bytes], limit_s: float) -> None:
+    """Wait for `limit_s` at most until a process has ended."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            while process.poll() is None:
                 await asyncio.sleep(POLL_S)
 
 
