@@ -73,20 +73,15 @@ async def run_process(
         for kind, most in limits:
             resource.setrlimit(kind, (most, most))
 
-    limits = [
-        (kind, most if hard == resource.RLIM_INFINITY else min(most, hard))
-        for kind, most in (
-            (resource.RLIMIT_FSIZE, memory_bytes),
-            (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_CPU, int(timeout_s) + 1),
-            (resource.RLIMIT_DATA, memory_bytes),  # this process may have less
-            (
-                resource.RLIMIT_AS,
-                memory_bytes,
-            ),  # last: this process may have more, and can then allocate nothing
-        )
-        for _, hard in [resource.getrlimit(kind)]
-    ]
+    # Memory comes last: this process may have more, and can then allocate nothing.
+    most = {
+        resource.RLIMIT_FSIZE: memory_bytes,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CPU: int(timeout_s) + 1,
+        resource.RLIMIT_DATA: memory_bytes,
+        resource.RLIMIT_AS: memory_bytes,
+    }
+    limits = [(kind, _at_most(resource.getrlimit(kind)[1], value)) for kind, value in most.items()]
     # Loaded here: a process that has forked may not load libraries.
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -132,6 +127,11 @@ async def run_process(
             await _removed(folder)
         exit_code = -signal.SIGKILL if process.returncode is None else process.returncode
         return ToolResult(output[:output_bytes].decode(errors="replace"), exit_code, reached)
+
+
+def _at_most(hard: int, value: int) -> int:
+    """Return a value of a limit that a process may set, of which `hard` is the largest."""
+    return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
 
 async def _followed(process: subprocess.Popen[bytes], output: bytearray, most: int) -> str:
