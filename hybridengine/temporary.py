@@ -91,7 +91,6 @@ def start_removal(folder: str | Path) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        cwd="/",
         start_new_session=True,
     )
 

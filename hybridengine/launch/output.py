@@ -27,6 +27,7 @@ def written(text: bytes, stream: TextIO | None, gives_up: Callable[[], bool]) ->
             with suppress(BlockingIOError):  # of a pipe that another program fills as well
                 # Writing more than a pipe is sure to take would wait for its reader.
                 left = left[os.write(stream.fileno(), left[: select.PIPE_BUF]) :]
+                left_s = OUTPUT_LIMIT_S
         elif gives_up():
             left_s -= STEP_S
             if left_s <= 0:

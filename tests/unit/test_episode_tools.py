@@ -72,8 +72,9 @@ def test_a_tool_that_is_cancelled_is_killed_with_its_children(folder: Path) -> N
 
     async def cancelled() -> None:
         task = asyncio.create_task(run_process(["sh", "-c", f"sleep 600 & echo $! > {file}; wait"]))
-        while not file.exists() or not file.read_text():
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while not file.exists() or not file.read_text():
+                await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

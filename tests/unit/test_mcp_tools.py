@@ -144,7 +144,8 @@ def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
         task = asyncio.create_task(_Server(command, {}).__aenter__())
         for _ in range(2):  # it has been started, and its pipes are being opened
             await asyncio.sleep(0)
-        while not file.exists() or not file.read_text():
+        deadline = time.monotonic() + 60
+        while (not file.exists() or not file.read_text()) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not task.done()
         task.cancel()
