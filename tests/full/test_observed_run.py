@@ -157,7 +157,8 @@ def test_bytes_and_tokens_are_those_of_the_steps(observed: Observed):
     (received,) = {row[keys.RECEIVED_BYTES] for row in observed.rows[1:]}
     switches = [span for span in observed.timeline.spans if span.name == "actor.switch_to_generate"]
     switched = by_labels(last, "ray_hybridengine_switch_bytes_total", "rank")
-    assert received and max(switched.values()) in {received * n for n in range(1, len(switches) // 2 + 1)}
+    # A row has the bytes of the rank that received most; on a page, the others may have counted one switch more.
+    assert received and {*switched.values()} & {received * n for n in range(1, len(switches) // 2 + 1)}
     # A page may be that of one rank after a step, and of the other before it.
     trained = set[float]()
     for page in observed.pages:

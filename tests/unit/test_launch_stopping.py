@@ -11,9 +11,13 @@ from contextlib import contextmanager
 import pytest
 
 ATTACHED = """
-import sys, time
+import os, sys, time
 from hybridengine.launch.stopping import Stopping
-stopping = Stopping(leads=sys.argv[1] == "leads", attached=True, say=lambda text: print(text, flush=True))
+
+def say(text):  # not by print, in which the signal may arrive
+    os.write(1, f"{text}\\n".encode())
+
+stopping = Stopping(leads=sys.argv[1] == "leads", attached=True, say=say)
 print("ready", flush=True)
 while not stopping.asked:
     time.sleep(0.01)
