@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import NoReturn
@@ -27,6 +28,8 @@ from hybridengine.temporary import remove_tree
 
 PR_SET_CHILD_SUBREAPER = 36
 """Option of prctl(2): orphans among the descendants become children of this process."""
+ORPHANS_S = 2.0
+"""Time limit for orphans to end."""
 SIGNAL_EXIT_CODE = 128
 """The guard's exit code is that of the code; for a signal n it is this + n, as in a shell."""
 
@@ -73,14 +76,15 @@ def _guard(pid: int) -> int:
 
 def _end_orphans() -> None:
     """End what has left the code's process group; children of what ends become this process's in turn."""
-    are_left = True
-    while are_left:
-        are_left = False
-        for child in _children():
+    deadline = time.monotonic() + ORPHANS_S
+    while (children := _children()) and time.monotonic() < deadline:
+        for child in children:
             with contextlib.suppress(PermissionError):  # a program of another user, such as sudo
                 os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                are_left = True
+        with contextlib.suppress(ChildProcessError):  # there is none any more
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        time.sleep(0.005)
 
 
 def _children() -> list[int]:

@@ -324,7 +324,8 @@ def test_programs_of_other_users_are_left_alone(monkeypatch):
         ended.append(number)
 
     monkeypatch.setattr(os, "kill", kill)
-    monkeypatch.setattr(os, "waitpid", lambda number, _: (number, 0))
+    monkeypatch.setattr(os, "waitpid", lambda *_: (0, 0))
+    monkeypatch.setattr(guard, "ORPHANS_S", 0.1)
     monkeypatch.setattr(guard, "_children", lambda: [one for one in (1, 2, 3) if one not in ended])
     guard._end_orphans()
     assert ended == [2, 3]
