@@ -35,7 +35,8 @@ from tests.warm_workers import warm_program
 pytestmark = pytest.mark.timeout(600)
 
 COMMAND = str(Path(sys.executable).with_name("hybridengine"))
-STEPS, LIMIT_S = 3, 300.0
+STEPS, LIMIT_S = 12, 300.0
+"""Steps, enough for pages in their midst, of which Ray writes one a second; and time limit of the run."""
 TWO_RANKS = {
     "run": {"name": "watched", "steps": STEPS, "seed": 7, "log_format": "json"},
     "cluster": {"ranks_per_node": [2]},
@@ -201,7 +202,7 @@ def test_the_controller_logs_json_alone(observed: Observed):
         assert (line["run"], line["role"], line["rank"]) == ("watched", "controller", None)
         assert line["host"] == socket.gethostname()
     assert [line["metrics"] for line in logged if "metrics" in line] == observed.rows
-    assert any("checkpoint of step 3 saved" in str(line["message"]) for line in logged)
+    assert any(f"checkpoint of step {STEPS} saved" in str(line["message"]) for line in logged)
 
 
 def test_every_rank_logs_json_alone(observed: Observed):
