@@ -76,7 +76,7 @@ def remove_leftovers() -> None:
 
 
 def remove_tree(folder: str | Path) -> None:
-    """Remove a folder with what programs have left in it; after REMOVAL_S, this goes on in the background."""
+    """Remove a folder with what programs have left in it; after REMOVAL_S, the removal continues in the background."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         start_removal(folder).wait(REMOVAL_S)
 

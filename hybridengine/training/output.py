@@ -27,6 +27,7 @@ from hybridengine.report.samples import SAMPLES_FOLDER, Sample, terminal_table, 
 from hybridengine.report.step_rows import METRICS_FILE
 from hybridengine.report.timeline import TIMELINE_FILE, Reading, Span, TimelineWriter
 from hybridengine.report.trackers import TrackedRun, Trackers
+from hybridengine.training.stopping import StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,24 @@ def where_to_look(folder: Path) -> str:
     """Return the files and commands that show the results of a finished run."""
     logdir, run = shlex.quote(str(folder / TENSORBOARD_FOLDER)), shlex.quote(str(folder))
     return f"metrics: {folder / METRICS_FILE}; tensorboard --logdir {logdir}; hybridengine report {run}"
+
+
+class RunConsole(Console):
+    """The console of a run: once it has been asked to stop, what nobody reads any more is lost.
+
+    Ctrl-C in a pipeline ends the reader as well, and the run has its step to save.
+    """
+
+    def __init__(self, stop: StopRequest) -> None:
+        super().__init__()
+        self._stop = stop
+
+    def on_broken_pipe(self) -> None:
+        try:
+            super().on_broken_pipe()
+        except SystemExit:
+            if not self._stop.heard:
+                raise
 
 
 class RunOutput:

@@ -44,7 +44,7 @@ from hybridengine.training.files import RunFiles, claim_run, keep_config, prepar
 from hybridengine.training.folder_watch import watched_folder
 from hybridengine.training.iterations import iterate
 from hybridengine.training.launch import RunPools
-from hybridengine.training.output import RunOutput, run_trackers, where_to_look
+from hybridengine.training.output import RunConsole, RunOutput, run_trackers, where_to_look
 from hybridengine.training.resuming import (
     as_typed,
     check_final,
@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 def train(config: RunConfig) -> None:
     """Carry out a run, or the remaining steps of a resumed run, and print or log its progress."""
     stop = StopRequest(saves=bool(config.checkpoint.every))
-    console, started = _RunConsole(stop), time.perf_counter()
+    console, started = RunConsole(stop), time.perf_counter()
     as_json = config.run.log_format == "json"
 
     def say(text: str) -> None:
@@ -82,24 +82,6 @@ def train(config: RunConfig) -> None:
         check_functions(config.algorithm)
         with watched_folder(config.run_folder, config.timeouts.save_s, say):
             _train(config, console, say, stop)
-
-
-class _RunConsole(Console):
-    """The console of a run: once it has been asked to stop, what nobody reads any more is lost.
-
-    Ctrl-C in a pipeline ends the reader as well, and the run has its step to save.
-    """
-
-    def __init__(self, stop: StopRequest) -> None:
-        super().__init__()
-        self._stop = stop
-
-    def on_broken_pipe(self) -> None:
-        try:
-            super().on_broken_pipe()
-        except SystemExit:
-            if not self._stop.heard:
-                raise
 
 
 def _train(config: RunConfig, console: Console, say: Callable[[str], None], stop: StopRequest) -> None:

@@ -19,7 +19,6 @@ import pytest
 
 from hybridengine.data.reward_process import RewardProcess
 from hybridengine.errors import DataError
-from hybridengine.guarded import guard
 from hybridengine.guarded.process import child_environment
 
 ROOT = Path(__file__).parents[2]
@@ -312,23 +311,6 @@ def test_what_a_function_has_started_ends_with_it(process, tmp_path, end):
     one.close()
     await_end(*numbers)
     assert time.monotonic() - begin < LONG_S
-
-
-def test_programs_of_other_users_are_left_alone(monkeypatch):
-    """Such as sudo, which a user cannot end."""
-    ended = []
-
-    def kill(number: int, _: signal.Signals) -> None:
-        if number == 1:
-            raise PermissionError
-        ended.append(number)
-
-    monkeypatch.setattr(os, "kill", kill)
-    monkeypatch.setattr(os, "waitpid", lambda *_: (0, 0))
-    monkeypatch.setattr(guard, "ORPHANS_S", 0.1)
-    monkeypatch.setattr(guard, "_children", lambda: [one for one in (1, 2, 3) if one not in ended])
-    guard._end_orphans()
-    assert ended == [2, 3]
 
 
 @pytest.mark.parametrize("sent", ['["scores", [1.0]]\n["scores", [1.0]]', "\udcff", "x" * 1_100_000])

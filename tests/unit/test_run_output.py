@@ -29,8 +29,7 @@ from hybridengine.report import trackers as trackers_module
 from hybridengine.report.console import step_line
 from hybridengine.report.step_rows import Row, read_rows
 from hybridengine.report.timeline import read_timeline
-from hybridengine.training.output import RunOutput, run_trackers, where_to_look
-from hybridengine.training.run import _RunConsole
+from hybridengine.training.output import RunConsole, RunOutput, run_trackers, where_to_look
 from hybridengine.training.stopping import StopRequest
 
 NODES = {"main": ["10.0.0.1", "10.0.0.1"]}
@@ -309,7 +308,7 @@ def test_a_run_that_is_asked_to_stop_needs_no_reader_any_more(
     stop.heard = is_asked
     with open(output, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
-        console = _RunConsole(stop)
+        console = RunConsole(stop)
         with nullcontext() if is_asked else pytest.raises(SystemExit):
             console.print("step 1")
             console.print("step 2")
